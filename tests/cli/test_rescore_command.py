@@ -12,8 +12,7 @@ import tokenizers
 
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.grpo import Grpo
-from headrace.cli import rescore
-from headrace.cli.main import main, parse
+from headrace.cli.main import main, parse, run_command
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.shipped.copying import Copying
 from headrace.errors import BadInput
@@ -114,7 +113,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def told(capsys: pytest.CaptureFixture[str], run: Run, *words: str, code: int = 0) -> dict:
+def printed(capsys: pytest.CaptureFixture[str], run: Run, *words: str, code: int = 0) -> dict:
     assert main(["rescore", str(run.dir.root), "--json", *words]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -130,12 +129,12 @@ def refused_key(run: Run, *words: str) -> str | None:
     """The key that the error of a refused rescoring names."""
     arguments = parse(["rescore", str(run.dir.root), *words])
     with pytest.raises(BadInput) as error:
-        rescore.run(arguments)
+        run_command(arguments)
     return error.value.key
 
 
 def test_the_runs_own_algorithm_changes_nothing(run: Run, capsys: pytest.CaptureFixture[str]):
-    found = told(capsys, run)
+    found = printed(capsys, run)
     assert (found["same"], found["largest_difference"], found["changed_sides"]) == (True, 0.0, 0)
     assert found["algorithms"] == {"then": "grpo", "now": "grpo"}
     assert (found["groups"], found["rollouts"], found["steps"], found["left_out"]) == (3, 12, [1, 2], {})
@@ -147,7 +146,7 @@ def test_the_runs_own_algorithm_changes_nothing(run: Run, capsys: pytest.Capture
 def test_a_group_of_which_a_part_is_gone_is_left_out_of_the_self_check(run: Run, capsys: pytest.CaptureFixture[str]):
     file = run.dir.rollouts / "step-00000001.parquet"
     pq.write_table(pq.read_table(file).slice(1), file)  # as if the first had been in a file that is deleted by now
-    found = told(capsys, run)
+    found = printed(capsys, run)
     assert (found["same"], found["groups"], found["left_out"]) == (True, 2, {"incomplete": 3})
 
 
@@ -161,11 +160,11 @@ def test_code_beside_the_run_file_is_found_from_anywhere(
     run.step(1, ("copy", MIXED, [2, 2, 2, 2]))
     assert "No module named 'beside_the_rescored_run'" in refusal(capsys, run, "--env", "copy")
     save_folders([str(tmp_path / "mine")], run.dir)
-    assert told(capsys, run, "--env", "copy")["same"]
+    assert printed(capsys, run, "--env", "copy")["same"]
 
 
 def test_another_algorithm_is_compared_by_environment_length_and_reward(run: Run, capsys: pytest.CaptureFixture[str]):
-    found = told(capsys, run, "--algo", "max_rl")
+    found = printed(capsys, run, "--algo", "max_rl")
     # grpo: .5 at every token of step 1, (.75 + 3 * .25) / 4 of step 2; max_rl: 1, (3 + 3 * 1) / 4
     assert [(s["name"], s["then"], s["now"]) for s in found["by_environment"]] == [
         ("copy", pytest.approx(0.5 / 0.875), pytest.approx(1 / 2.5)),
@@ -181,7 +180,7 @@ def test_another_algorithm_is_compared_by_environment_length_and_reward(run: Run
 
 
 def test_a_length_penalty_gives_a_solved_group_a_signal(run: Run, capsys: pytest.CaptureFixture[str]):
-    found = told(capsys, run, "--algo", "grpo", "--length-penalty", "linear", "--env", "copy")
+    found = printed(capsys, run, "--algo", "grpo", "--length-penalty", "linear", "--env", "copy")
     assert (found["then"]["groups_with_signal"], found["now"]["groups_with_signal"]) == (1, 2)
     # the worked group and, of the solved one, .25 * [100, 300, 200, 200] / 1000 around .05: two stay without a signal
     assert found["now"]["rollouts_that_train"] == 6
@@ -194,7 +193,7 @@ def test_a_length_penalty_is_added_to_the_credit_of_an_algorithm_that_takes_none
     run: Run, capsys: pytest.CaptureFixture[str]
 ):
     words = ["--algo", "max_rl", "--length-penalty", "linear", "--env", "copy"]
-    found = told(capsys, run, *words)
+    found = printed(capsys, run, *words)
     # max_rl on the worked group gives 1 and -1, the penalty .25 * .5 * [.1, .2, .1, .2] around its mean
     assert found["now"]["advantages"]["highest"] == pytest.approx(1.00625)
     assert found["now"]["advantages"]["lowest"] == pytest.approx(-1.00625)
@@ -206,14 +205,14 @@ def test_a_length_penalty_is_added_to_the_credit_of_an_algorithm_that_takes_none
 
 
 def test_a_key_alone_changes_the_runs_own_algorithm(run: Run, capsys: pytest.CaptureFixture[str]):
-    found = told(capsys, run, "--length-penalty", "linear", "--algo.length_penalty.coef", "0.5", "--steps", "1")
+    found = printed(capsys, run, "--length-penalty", "linear", "--algo.length_penalty.coef", "0.5", "--steps", "1")
     assert found["algorithms"]["now"] == "grpo (linear length penalty coef = 0.5)"
     assert found["now"]["advantages"]["highest"] == pytest.approx(0.5125)
     assert found["steps"] == [1, 1]
 
 
 def test_observations_that_a_tool_wrote_train_under_echo(run: Run, capsys: pytest.CaptureFixture[str]):
-    found = told(capsys, run, "--algo", "echo", "--steps", "2:")
+    found = printed(capsys, run, "--algo", "echo", "--steps", "2:")
     # rl: 1.5 / 4 as before, since every rollout has credit; ce: alpha .1 at every observed token
     assert found["now"]["components"] == {"rl": pytest.approx(0.375 / 0.475), "ce": pytest.approx(0.1 / 0.475)}
 
@@ -237,9 +236,9 @@ def test_the_tables_say_it_in_words_and_the_plot_is_named_by_the_algorithm(
 
 def test_ones_own_algorithm_sees_the_tasks_of_the_run(run: Run, capsys: pytest.CaptureFixture[str]):
     algorithm = f"{__name__}:by_position"
-    found = told(capsys, run, "--algo", "custom", "--algo.import_path", algorithm, "--env", "copy", "--steps", ":1")
+    found = printed(capsys, run, "--algo", "custom", "--algo.import_path", algorithm, "--env", "copy", "--steps", ":1")
     assert found["now"]["advantages"]["highest"] == 3
-    assert told(capsys, run, "--algo", f"{__name__}:Curious", "--env", "copy")["now"]["advantages"]["highest"] == 3
+    assert printed(capsys, run, "--algo", f"{__name__}:Curious", "--env", "copy")["now"]["advantages"]["highest"] == 3
 
 
 @pytest.mark.parametrize(
@@ -290,7 +289,7 @@ def test_rollouts_that_another_model_played_have_nothing_to_compare(tmp_path: Pa
     run = Run(tmp_path / "run", extra=teacher)
     run.step(1, ("copy", MIXED, [2, 2, 2, 2]))
     assert "its rollouts were sampled by big, not by the policy" in refusal(capsys, run, "--algo", "grpo")
-    assert told(capsys, run, "--algo", "grpo", "--env", "copy")["same"]
+    assert printed(capsys, run, "--algo", "grpo", "--env", "copy")["same"]
 
 
 def test_echo_is_refused_where_the_authors_are_unknown(tmp_path: Path):
@@ -321,8 +320,8 @@ def test_a_state_that_is_not_there_any_more_shows_in_the_self_check(tmp_path: Pa
     run = Run(tmp_path / "run", Learns(), f'[orchestrator.algo]\ntype = "{__name__}:Learns"\n')
     for step in (1, 2):
         run.step(step, ("copy", MIXED, [2, 2, 2, 2]))
-    assert told(capsys, run, "--env", "copy")["same"]
-    found = told(capsys, run, "--env", "copy", "--steps", "2", code=1)
+    assert printed(capsys, run, "--env", "copy")["same"]
+    found = printed(capsys, run, "--env", "copy", "--steps", "2", code=1)
     assert (found["same"], found["largest_difference"]) == (False, 0.5)
     assert main(["rescore", str(run.dir.root), "--env", "copy", "--steps", "2"]) == 1
     assert "Either it keeps a state from group to group, or its code has changed" in capsys.readouterr().out

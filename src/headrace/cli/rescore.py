@@ -1,23 +1,32 @@
-"""`headrace rescore`: what another algorithm would have made of a run's saved rollouts; nothing is sampled."""
+"""`headrace rescore`: compute the credit of a run's saved rollouts with another algorithm; samples nothing."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from headrace.cli.common import add_format
+import msgspec
+from rich.console import Console
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from headrace.algorithms.length_penalty import LengthPenaltyConfig
-    from headrace.config.algorithms import AlgorithmConfig
-    from headrace.tools.rescore.rescoring import Outcome, Progress
-    from headrace.transport.rollout_files import RolloutFiles
+from headrace.cli.common import add_format, progress_line
+from headrace.errors import BadInput
+from headrace.launch.own_code import add_code_folders_of
+from headrace.launch.saved_config import read_rl_run, run_directory
+from headrace.observe.chart_export import check_format, convert_plots
+from headrace.tools.rescore.options import algorithms_of, check_rescorable, describe_all, short_name, with_algorithm
+from headrace.tools.rescore.report import comparison_tables, rescore_chart
+from headrace.tools.rescore.rescoring import Outcome, rescore_run
+from headrace.transport.files import write_atomically
+from headrace.transport.journal import Journal
+from headrace.transport.rollout_files import RolloutFiles
 
 PIPE_WIDTH = 120
-"""Columns where there is no terminal to fit into."""
+"""Columns if the output is not a terminal."""
 
 
 def configure_rescore(parser: argparse.ArgumentParser) -> None:
@@ -36,56 +45,43 @@ def configure_rescore(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rescore(arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from headrace.errors import BadInput
-    from headrace.launch.own_code import add_code_folders_of
-    from headrace.launch.saved_config import read_rl_run, run_directory
-    from headrace.observe.chart_export import check_format, convert_plots
-    from headrace.tools.rescore.options import Question, refuse_what_cannot_be_rescored, short_name, with_algorithm
-    from headrace.tools.rescore.rescoring import rescore_run
-    from headrace.transport.journal import Journal
-    from headrace.transport.rollout_files import RolloutFiles
-
     check_format(arguments.format)
     env: str | None = arguments.env
-    was = read_rl_run(arguments.run)
-    saved = run_directory(was)
-    add_code_folders_of(saved)
-    asked = with_algorithm(was, arguments.algo, arguments.length_penalty, arguments.overrides, env)
-    penalties = asked.added_penalties
-    before, after = Question(was, {}).algorithms(env), asked.algorithms(env)
+    config = read_rl_run(arguments.run)
+    run = run_directory(config)
+    add_code_folders_of(run)
+    altered, penalties = with_algorithm(config, arguments.algo, arguments.length_penalty, arguments.overrides, env)
+    before, after = algorithms_of(config, env), algorithms_of(altered, env)
     for name, algo in after.items():
-        refuse_what_cannot_be_rescored(name, before[name], algo, penalties.get(name))
-    root, files = saved.root, RolloutFiles(saved.rollouts)
-    steps = _chosen(files, arguments.steps)
-    journal = Journal(saved.journal, read_only=True) if saved.journal.is_file() else None
-    with _progress() as progress:
-        outcome = asyncio.run(rescore_run(asked.config.orchestrator, files, steps, env, progress, penalties, journal))
+        check_rescorable(name, before[name], algo, penalties.get(name))
+    files = RolloutFiles(run.rollouts)
+    steps = _choose_steps(files, arguments.steps)
+    journal = Journal(run.journal, read_only=True) if run.journal.is_file() else None
+    with progress_line() as progress:
+        outcome = asyncio.run(rescore_run(altered.orchestrator, files, steps, env, progress, penalties, journal))
     if not outcome.comparison.rollouts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items()) or "there were none"
         raise BadInput(f"no rollout of these steps was credited with its group: {reasons}")
-    own = before == after and not penalties
-    labels = _label(before, {}), _label(after, penalties)
-    title = f"{root.resolve().name}: credit of {_told(steps)}"
-    name = "-".join(dict.fromkeys(short_name(algo, penalties.get(env)) for env, algo in after.items()))
-    plot = _draw(arguments.output or root, name, title, labels, outcome)
+    is_own = before == after and not penalties
+    labels = describe_all(before, {}), describe_all(after, penalties)
+    title = f"{run.root.resolve().name}: credit of {_format_steps(steps)}"
+    names = dict.fromkeys(short_name(algo, penalties.get(env)) for env, algo in after.items())
+    plot = (arguments.output or run.root) / f"rescore-{'-'.join(names)}.svg"
+    write_atomically(plot, rescore_chart(title, labels, outcome.comparison, outcome.advantages).encode())
     convert_plots([plot], arguments.format)
     if arguments.json:
-        _print_json(root, steps, labels, outcome, plot)
+        _print_json(run.root, steps, labels, outcome, plot)
     else:
-        _print_tables(title, labels, outcome, own, plot)
+        _print_tables(title, labels, outcome, is_own, plot)
         for name in penalties:
             print(
                 f"{after[name].type} takes no length penalty in a run, grpo and echo do: here it is added to its credit"
             )
-    return 1 if own and not outcome.comparison.same else 0
+    return 1 if is_own and not outcome.comparison.same else 0
 
 
-def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[int]:
-    """The steps that are asked for and on disk."""
-    from headrace.errors import BadInput
-
+def _choose_steps(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[int]:
+    """Return the saved steps in `span`; raises `BadInput` if there are none."""
     saved = files.steps()
     if not saved:
         raise BadInput(f"{files.directory} holds no rollouts: a run saves those of every step there; has it begun?")
@@ -93,47 +89,20 @@ def _chosen(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[in
     chosen = [step for step in saved if (first is None or step >= first) and (last is None or step <= last)]
     if not chosen:
         raise BadInput(
-            f"{files.directory} has none of these steps, but {_told(saved)}: a run keeps the newest "
+            f"{files.directory} has none of these steps, but {_format_steps(saved)}: a run keeps the newest "
             "orchestrator.keep_rollouts steps"
         )
     return chosen
 
 
-def _label(algorithms: dict[str, AlgorithmConfig], penalties: dict[str, LengthPenaltyConfig]) -> str:
-    """The algorithms in words, by environment where they differ."""
-    from headrace.tools.rescore.options import described
-
-    words = {name: described(algo, penalties.get(name)) for name, algo in algorithms.items()}
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return "; ".join(f"{name}: {word}" for name, word in words.items())
-
-
-def _draw(directory: Path, name: str, title: str, labels: tuple[str, str], outcome: Outcome) -> Path:
-    """Write the plot, and say where."""
-    from headrace.tools.rescore.chart import rescore_chart
-    from headrace.transport.files import write_atomically
-
-    path = directory / f"rescore-{name}.svg"
-    write_atomically(path, rescore_chart(title, labels, outcome.comparison, outcome.advantages).encode())
-    return path
-
-
-def _told(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     if len(steps) == 1:
         return f"step {steps[0]}"
     gaps = "" if len(steps) == steps[-1] - steps[0] + 1 else f" ({len(steps)} of them)"
     return f"steps {steps[0]} to {steps[-1]}{gaps}"
 
 
-def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, own: bool, plot: Path) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.text import Text
-
-    from headrace.tools.rescore.view import view
-
+def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, is_own: bool, plot: Path) -> None:
     comparison = outcome.comparison
     lines = [
         f"{title}: {comparison.rollouts:,} rollouts in {comparison.groups:,} groups",
@@ -145,19 +114,19 @@ def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, own: bo
         lines.append(f"left out on both sides: {reasons}")
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     console.print(Text("\n".join([*lines, ""])))
-    console.print(view(comparison))
-    console.print(Text("\n".join(["", *_remarks(outcome, own), f"plot: {plot}"])), soft_wrap=True)
+    console.print(comparison_tables(comparison))
+    console.print(Text("\n".join(["", *_remarks(outcome, is_own), f"plot: {plot}"])), soft_wrap=True)
 
 
-def _remarks(outcome: Outcome, own: bool) -> list[str]:
-    """What the tables do not say."""
+def _remarks(outcome: Outcome, is_own: bool) -> list[str]:
+    """Return tallies, rollouts that the algorithm would drop, and whether the credit is the same."""
     comparison = outcome.comparison
     lines = [f"{name}: {value:.6g}" for name, value in sorted(outcome.counted.items())]
     lines += [f"{count:,} rollouts would not be trained on: {why}" for why, count in outcome.not_trained.items()]
     if comparison.same:
-        whose = "the run's own algorithm: " if own else ""
+        whose = "the run's own algorithm: " if is_own else ""
         lines.append(f"{whose}no difference: every token has the credit that it had, and the same rollouts train")
-    elif own:
+    elif is_own:
         lines.append(
             f"the run's own algorithm gives other credit than was saved, by up to {comparison.largest_difference:.3g}; "
             f"{comparison.changed_sides:,} rollouts train on one side alone. Either it keeps a state from group to "
@@ -167,11 +136,7 @@ def _remarks(outcome: Outcome, own: bool) -> list[str]:
 
 
 def _print_json(root: Path, steps: Sequence[int], labels: tuple[str, str], outcome: Outcome, plot: Path) -> None:
-    import json
-
-    import msgspec
-
-    told = {
+    content = {
         "run": str(root),
         "steps": [steps[0], steps[-1]],
         "num_steps": len(steps),
@@ -182,25 +147,11 @@ def _print_json(root: Path, steps: Sequence[int], labels: tuple[str, str], outco
         "counted": outcome.counted,
         "plot": str(plot),
     }
-    print(json.dumps(told))
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A line on a terminal that says what is being done."""
-    from rich.console import Console
-    from rich.text import Text
-
-    with Console(stderr=True).status("") as status:
-
-        def tell(what: str, done: int, total: int) -> None:
-            status.update(Text(f"{what} ({done}/{total})"))
-
-        yield tell
+    print(json.dumps(content))
 
 
 def _span(text: str) -> tuple[int | None, int | None]:
-    """`A:B` with both in it, either of them left out, or one step alone."""
+    """Parse `A:B`, inclusive, with either left out, or one step."""
     first, colon, last = text.partition(":")
     parts = [first, last if colon else first]
     if not any(parts) or not all(part == "" or part.isdecimal() for part in parts):

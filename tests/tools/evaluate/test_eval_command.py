@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.eval import prepare, read_evaluation, run
+from headrace.cli.eval import prepare, read_evaluation, run_eval
 from headrace.cli.main import main, parse
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -60,7 +60,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
         Path(model).mkdir()
         Path(model, "config.json").write_text("{}")
     with pytest.raises(BadInput) as error:
-        run(parse(["eval", "model", *options, "--env", "reverse-text"]))
+        run_eval(parse(["eval", "model", *options, "--env", "reverse-text"]))
     assert (error.value.key, error.value.value) == (key, value)
     assert not Path("outputs").exists()
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from headrace.rollout.types import Rollout
-from headrace.tools.rescore.chart import rescore_chart
+from headrace.tools.rescore.comparison import Collector, split_by_correctness, split_in_quarters
 from headrace.tools.rescore.credit import Rescored, uncredited
-from headrace.tools.rescore.credit_comparison import Collector, by_correctness, quarters
+from headrace.tools.rescore.report import rescore_chart
 from tests.rollout.strategies import sample
 
 
@@ -99,19 +99,19 @@ def test_a_side_without_advantages_has_shares_but_no_correlation():
     ],
 )
 def test_rewards_are_parted_by_right_and_wrong_or_by_quarters(rewards: list[float], names: list[str]):
-    parts = by_correctness(np.array(rewards))
+    parts = split_by_correctness(np.array(rewards))
     assert [name for name, _ in parts] == names
     assert sum(inside.sum() for _, inside in parts) == len(rewards)
 
 
 def test_equal_lengths_stay_together():
-    parts = quarters(np.array([5, 5, 5, 5, 5, 7, 1000, 2000]), "{:,.0f}")
+    parts = split_in_quarters(np.array([5, 5, 5, 5, 5, 7, 1000, 2000]), "{:,.0f}")
     assert [(name, inside.sum()) for name, inside in parts] == [("5", 5), ("7 to 1,000", 2), ("2,000", 1)]
-    rare = quarters(np.array([1.2] * 9 + [0.0, 0.2]), "{:.3g}")
+    rare = split_in_quarters(np.array([1.2] * 9 + [0.0, 0.2]), "{:.3g}")
     assert [(name, inside.sum()) for name, inside in rare] == [("0 to 0.2", 2), ("1.2", 9)]
-    even = quarters(np.arange(1001.0), "{:.0f}")
+    even = split_in_quarters(np.arange(1001.0), "{:.0f}")
     assert [inside.sum() for _, inside in even] == [251, 251, 251, 248]
-    assert quarters(np.array([]), "{}") == []
+    assert split_in_quarters(np.array([]), "{}") == []
 
 
 def test_the_picture_is_whole_whatever_it_shows():

@@ -3,9 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.parquet as pq
-import pytest
-
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.tools.rescore.credited_groups import CreditedGroups
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
@@ -45,17 +42,11 @@ def save(
     write_rollouts(directory, step, kept, [(rollout, reason) for rollout, reason in made if reason], keep_last)
 
 
-def as_an_older_version_wrote(directory: Path) -> None:
-    """Without the number of those that were credited together."""
-    for file in directory.glob("*.parquet"):
-        pq.write_table(pq.read_table(file).drop_columns(["credited"]), file)
-
-
 def groups(directory: Path, *steps: int, env: str | None = None) -> tuple[dict[int, list[list[int]]], dict[str, int]]:
     """By step the groups as lists of draws, and how many were left out why."""
     found = CreditedGroups(RolloutFiles(directory), steps, env)
-    told = {step: [[saved.rollout.draw_id for saved in group] for group in found.of_step(step)] for step in steps}
-    return told, dict(found.left_out)
+    by_step = {step: [[saved.rollout.draw_id for saved in group] for group in found.of_step(step)] for step in steps}
+    return by_step, dict(found.left_out)
 
 
 def test_a_step_has_its_groups_in_the_order_of_their_draws_filtered_members_included(tmp_path: Path):
@@ -99,12 +90,6 @@ def test_what_a_killed_run_had_saved_of_a_group_is_no_group(tmp_path: Path):
     assert groups(tmp_path, 1, 2) == ({1: [], 2: [[4] * 4]}, {"incomplete": 1})
 
 
-def test_in_an_older_file_a_group_is_what_was_saved_of_it(tmp_path: Path):
-    save(tmp_path, 1, (3, ""), (3, ""), credited=4)
-    as_an_older_version_wrote(tmp_path)
-    assert groups(tmp_path, 1) == ({1: [[3, 3]]}, {})
-
-
 def test_groups_that_were_given_up_are_left_out_whole(tmp_path: Path):
     save(tmp_path, 1, (3, "gibberish"), (3, "off_policy"), (4, "max_steps"), (5, ""))
     assert groups(tmp_path, 1) == ({1: [[5]]}, {"off_policy": 2, "max_steps": 1})
@@ -123,9 +108,6 @@ def test_another_environment_is_none_of_its_business(tmp_path: Path):
     assert groups(tmp_path, 1, 2, env="two") == ({1: [], 2: [[4]]}, {})
 
 
-def test_a_group_that_a_full_file_has_cut_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.tools.rescore.credited_groups.MAX_SAVED_DROPS", 3)
+def test_a_group_whose_first_rollouts_did_not_fit_into_a_file_is_left_out(tmp_path: Path):
     save(tmp_path, 1, (3, "zero_advantage"), (4, "zero_advantage"), (4, "zero_advantage"), credited=2)
-    assert groups(tmp_path, 1) == ({1: [[4, 4]]}, {"incomplete": 1})
-    as_an_older_version_wrote(tmp_path)  # which leaves out what may have been cut
     assert groups(tmp_path, 1) == ({1: [[4, 4]]}, {"incomplete": 1})

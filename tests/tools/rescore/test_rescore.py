@@ -126,7 +126,7 @@ async def test_a_distilled_rollout_trains_by_its_reference_alone():
         assert entry.trains
 
 
-async def test_what_the_teacher_does_not_score_is_told():
+async def test_rollouts_that_the_teacher_does_not_score_are_dropped_with_the_reason():
     found = await again(await saved([1, 0]), await set_up(Opd(Teacher(fails=lambda ids: True))))
     assert not any(entry.trains for entry in found)
     assert {entry.drop for entry in found} == {"no_reference: the teacher did not score 3 tokens"}

@@ -1,97 +1,126 @@
-"""Credit over again: what an algorithm makes of rollouts that another one, or the same, has credited before.
+"""The credit of saved rollouts under another algorithm.
 
-Its hooks run in their order on copies that lack all credit: each rollout, each group, the rollouts of a step that are
-left, and then the routing of their tokens. Filters that look at a rollout and not at its credit decide as they did;
-only whether a rollout has any advantage is asked anew.
+The algorithm's hooks run in their order on copies without credit: each rollout, each group, the remaining rollouts of a
+step, and then the routing of their tokens. Filters that read only the rollout decide as they did; only the filter of
+rollouts without any advantage decides again.
 
-Left out on purpose: episodes. A run under the other algorithm would have sampled others from the second step on.
+Left out on purpose: episodes. A run with the other algorithm would have sampled others from the second step on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
+from headrace.algorithms.length_penalty import LengthPenalty
 from headrace.errors import Failure
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.rollout.cohort import Cohort
+from headrace.rollout.credit import center
 from headrace.rollout.routing import route_actions
-from headrace.rollout.types import TRUNCATED, Rollout, Sample, Task
+from headrace.rollout.types import TRUNCATED, Rollout, Task
 
 
 class RescoreFailed(Failure):
-    """An algorithm raised on saved rollouts. The message names both."""
+    """An algorithm raised an error on saved rollouts. The message names both."""
 
 
 class Member(msgspec.Struct):
-    """A rollout that was credited with its group, as it was saved."""
+    """A saved rollout that was credited with its group."""
 
     rollout: Rollout
     task: Task
     trained: bool
-    """Whether it was shipped."""
+    """Whether it was shipped to the trainer."""
     excluded: bool = False
-    """Whether a filter took it that does not ask for credit: it trains under no algorithm."""
+    """Whether a filter dropped it independently of its credit: it trains under no algorithm."""
 
 
 class Rescored(msgspec.Struct):
-    """A rollout twice: as it was credited then, and as it would be now."""
+    """A rollout with its saved credit (then) and its new credit (now)."""
 
     then: Rollout
     now: Rollout
     trained: bool
     trains: bool
     drop: str = ""
-    """Why the algorithm itself would not train on it, for people."""
+    """Why the algorithm itself would not train on it."""
 
 
 async def rescore(
-    groups: Sequence[Sequence[Member]], algorithm: Algorithm, *, drop_without_advantage: bool
+    groups: Sequence[Sequence[Member]],
+    algorithm: Algorithm,
+    *,
+    drop_without_advantage: bool,
+    states: Mapping[int, Any] = MappingProxyType({}),
+    penalty: LengthPenalty | None = None,
 ) -> list[Rescored]:
     """Credit the groups of one step and one environment, in their order.
 
-    `drop_without_advantage`: the run does not ship a rollout without any advantage.
+    `drop_without_advantage`: the run does not ship a rollout without any advantage. `states` has, by draw, the state of
+    the algorithm before a group; without one, the algorithm keeps its state. A `penalty` is added to the credit.
     """
-    found: list[Rescored] = []
+    rescored: list[Rescored] = []
     survivors: list[tuple[Rescored, Survivor]] = []
     for group in groups:
-        members = [(member, RolloutView(uncredited(member.rollout), member.task)) for member in group]
-        await _credit([view for _, view in members], algorithm)
-        for member, view in members:
+        views = [RolloutView(uncredited(member.rollout), member.task) for member in group]
+        await _credit(views, algorithm, states, penalty)
+        for member, view in zip(group, views, strict=True):
             dropped = member.excluded or (drop_without_advantage and has_no_advantage(view.rollout))
             entry = Rescored(member.rollout, view.rollout, member.trained, not dropped)
-            found.append(entry)
+            rescored.append(entry)
             if entry.trains:
                 survivors.append((entry, Survivor(view.rollout, view.task)))
-    await _finish(survivors, algorithm)
-    return found
+    await _ship(survivors, algorithm)
+    return rescored
 
 
 def uncredited(rollout: Rollout) -> Rollout:
-    """A copy as it was before any credit; tokens are shared, and nobody changes those."""
-    return msgspec.structs.replace(rollout, samples=[_bare(sample) for sample in rollout.samples])
+    """Return a copy without credit; tokens are shared."""
+    samples = [
+        msgspec.structs.replace(sample, streams={n: v for n, v in sample.streams.items() if n == TRUNCATED})
+        for sample in rollout.samples
+    ]
+    return msgspec.structs.replace(rollout, samples=samples)
 
 
-def _bare(sample: Sample) -> Sample:
-    made_by_merging = {name: values for name, values in sample.streams.items() if name == TRUNCATED}
-    return msgspec.structs.replace(sample, streams=made_by_merging)
-
-
-async def _credit(views: Sequence[RolloutView], algorithm: Algorithm) -> None:
+async def _credit(
+    views: Sequence[RolloutView], algorithm: Algorithm, states: Mapping[int, Any], penalty: LengthPenalty | None
+) -> None:
+    first = views[0].rollout
     try:
         for view in views:
             await algorithm.score_rollout(view)
+        if first.draw_id in states:
+            algorithm.load_state(states[first.draw_id])
         await algorithm.score_group(views)
+        if penalty is not None:
+            _add_penalty(views, penalty, algorithm)
     except Failure:
         raise
     except Exception as error:
-        first = views[0].rollout
         raise _failed(algorithm, f"group {first.group_id} (task {first.task_key} of {first.env})", error) from error
 
 
-async def _finish(survivors: Sequence[tuple[Rescored, Survivor]], algorithm: Algorithm) -> None:
-    """Score what would ship, and send its tokens to the loss that the algorithm declares."""
+def _add_penalty(group: Sequence[RolloutView], penalty: LengthPenalty, algorithm: Algorithm) -> None:
+    """Add the centered term of a length penalty to the advantages of all tokens after the prompt."""
+    term = penalty(Cohort.of([view.rollout for view in group]), algorithm.tally)
+    for view, bonus in zip(group, center(term), strict=True):
+        for sample in view.samples:
+            if "advantages" not in sample.streams:
+                raise ValueError("it gives no advantages that a length penalty could be added to")
+            credit = sample.streams["advantages"].astype(np.float64)
+            credit[sample.prompt_length :] += bonus
+            sample.set_stream("advantages", credit)
+
+
+async def _ship(survivors: Sequence[tuple[Rescored, Survivor]], algorithm: Algorithm) -> None:
+    """Call `score_batch`, and route the tokens to the loss of the algorithm."""
     if not survivors:
         return
     try:

@@ -6,8 +6,7 @@ has the number of rollouts credited with it, so an incomplete group is recognize
 killed before the rest was trained on and the draw was sampled again.
 
 Left out, and counted: failed and untrainable rollouts, which no algorithm received; groups cancelled because of their
-age or the end of the run; groups that are not completely in the chosen steps. Files of an older version do not have the
-number: there a group is what was saved of it.
+age or the end of the run; groups that are not completely in the chosen steps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.orchestrator.journal_buffer import MAX_SAVED_DROPS
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout
 
 CANCELLED = frozenset({"off_policy", "on_policy", "max_steps"})
@@ -31,8 +29,8 @@ class _SavedGroup(msgspec.Struct):
 
     steps: set[int] = msgspec.field(default_factory=set)
     members: int = 0
-    credited: int | None = None
-    """Number of rollouts that were credited together; None in files of an older version."""
+    credited: int = 0
+    """Number of rollouts that were credited together."""
     left_out_reason: str = ""
 
 
@@ -82,9 +80,7 @@ class CreditedGroups:
         return sorted(complete, key=lambda members: members[0].rollout.draw_id)
 
     def _scan(self, step: int) -> None:
-        rows = self._files.columns(step, _COLUMNS)
-        dropped = [row for row in rows if row["drop_reason"] is not None]
-        for row in rows:
+        for row in self._files.columns(step, _COLUMNS):
             if self._env not in (None, row["env"]):
                 continue
             if row["error_reason"] is not None or not row["trainable"]:
@@ -94,14 +90,10 @@ class CreditedGroups:
             group = self._groups.setdefault(row["group_id"], _SavedGroup())
             group.steps.add(step)
             group.members += 1
-            group.credited = row.get("credited")
+            group.credited = row["credited"]
             if row["drop_reason"] in CANCELLED:
                 group.left_out_reason = row["drop_reason"]
-        if len(dropped) == MAX_SAVED_DROPS:  # the file is full, and its first group may have begun before it
-            first = self._groups.get(dropped[0]["group_id"])
-            if first is not None and first.credited is None:
-                first.left_out_reason = "incomplete"
 
     def _reason_to_leave_out(self, group: _SavedGroup) -> str:
-        is_complete = group.credited in (None, group.members) and group.steps <= self._chosen
+        is_complete = group.credited == group.members and group.steps <= self._chosen
         return group.left_out_reason or ("" if is_complete else "incomplete")

@@ -1,4 +1,4 @@
-"""The configuration of a run as if it had another algorithm, for `headrace rescore`: checked as a run file is."""
+"""The configuration of a run with another algorithm, validated like a run file."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ from headrace.config.model_reference import FrozenModelConfig
 from headrace.runfile.reading import put_algorithm_keys, validate
 from headrace.runfile.run import RunConfig
 
+Algorithms = dict[str, AlgorithmConfig]
+"""By environment."""
+Penalties = dict[str, LengthPenaltyConfig]
+"""By environment: length penalties of algorithms that take none in a run."""
 
-class Question(NamedTuple):
-    """A run as if it had another algorithm."""
+
+class RescoreConfig(NamedTuple):
+    """A run with another algorithm."""
 
     config: RunConfig
-    added_penalties: dict[str, LengthPenaltyConfig]
-    """By environment: of algorithms that take none in a run, but what would one do?"""
+    added_penalties: Penalties
 
-    def algorithms(self, env: str | None) -> dict[str, AlgorithmConfig]:
-        """By environment."""
-        chosen = (entry for entry in self.config.orchestrator.train.env if env in (None, entry.name))
-        return {entry.name: self.config.orchestrator.algo_of(entry) for entry in chosen}
+
+def algorithms_of(config: RunConfig, env: str | None) -> Algorithms:
+    """Return the algorithms of all environments of a run, or of one."""
+    chosen = (entry for entry in config.orchestrator.train.env if env in (None, entry.name))
+    return {entry.name: config.orchestrator.algo_of(entry) for entry in chosen}
 
 
 def with_algorithm(
     config: RunConfig, kind: str | None, length_penalty: str | None, overrides: Sequence[str], env: str | None
-) -> Question:
-    """The same run with this algorithm for every environment, or for one.
+) -> RescoreConfig:
+    """Return the run with this algorithm for every environment, or for one.
 
-    Without `kind` each environment keeps its own. `overrides` are written as on a command line, `--algo.key value`.
+    Without `kind` each environment keeps its own algorithm. `overrides` are those of a command
+    line, `--algo.key value`.
     """
     tree = config.model_dump(mode="json", exclude_none=True)["orchestrator"]
     entries: list[Tree] = [entry for entry in tree["train"]["env"] if env in (None, entry["name"])]
@@ -43,7 +49,7 @@ def with_algorithm(
             entry.pop("algo", None)
         tree["algo"] = {"type": kind}
     sections = [entry["algo"] for entry in entries if "algo" in entry]
-    if len(sections) < len(entries):  # some inherit theirs
+    if len(sections) < len(entries):  # some inherit the algorithm of the run
         sections.append(tree["algo"])
     added: dict[int, Tree] = {}
     for section in sections:
@@ -59,17 +65,17 @@ def with_algorithm(
         if (penalty := added.get(id(entry.get("algo", tree["algo"])))) is not None
     }
     whole = {**config.model_dump(mode="json", exclude_none=True), "orchestrator": tree}
-    return Question(validate(RunConfig, whole, "command line")[0], penalties)
+    return RescoreConfig(validate(RunConfig, whole, "command line")[0], penalties)
 
 
 class _Penalty(Config):
     length_penalty: LengthPenaltyConfig
 
 
-def refuse_what_cannot_be_rescored(
+def check_rescorable(
     env: str, was: AlgorithmConfig, algo: AlgorithmConfig, penalty: LengthPenaltyConfig | None
 ) -> None:
-    """Raise where saved rollouts do not hold what the algorithm needs."""
+    """Raise `ConfigError` if saved rollouts do not contain what the algorithm needs."""
     if penalty is not None and not algo.HAS_ADVANTAGES:
         raise ConfigError(
             f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to",
@@ -102,8 +108,16 @@ def refuse_what_cannot_be_rescored(
         )
 
 
-def described(algo: AlgorithmConfig, added: LengthPenaltyConfig | None = None) -> str:
-    """An algorithm in a few words: its type, and what is not as it is by default."""
+def describe_all(algorithms: Algorithms, penalties: Penalties) -> str:
+    """Return the algorithms in words, by environment if they differ."""
+    words = {name: describe(algo, penalties.get(name)) for name, algo in algorithms.items()}
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{name}: {word}" for name, word in words.items())
+
+
+def describe(algo: AlgorithmConfig, added: LengthPenaltyConfig | None = None) -> str:
+    """Return the type of an algorithm and its settings that are not default."""
     settings = algo.model_dump(mode="json", exclude_defaults=True, exclude={"type", "length_penalty", "teacher"})
     words = [f"{key} = {value}" for key, value in settings.items()]
     penalty = added or getattr(algo, "length_penalty", None)
@@ -117,7 +131,7 @@ def described(algo: AlgorithmConfig, added: LengthPenaltyConfig | None = None) -
 
 
 def short_name(algo: AlgorithmConfig, added: LengthPenaltyConfig | None = None) -> str:
-    """An algorithm as part of a file's name."""
+    """Return the name of an algorithm for a file name."""
     penalty = added or getattr(algo, "length_penalty", None)
     name = algo.type.rpartition(":")[2]
     return name if penalty is None else f"{name}-{penalty.type}"

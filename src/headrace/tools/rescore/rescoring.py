@@ -1,10 +1,9 @@
-"""A run's saved rollouts, credited over again by other algorithms: what `headrace rescore` does, step by step.
+"""Rescores the saved rollouts of a run, step by step, with the algorithm of each environment.
 
-Each environment has an algorithm of its own, as in a run. Tasks come from the environment as the run file has it, and
-only for an algorithm that may look at them; tokenizer and renderer are read when they are asked for. The policy of that
-time is gone, so an algorithm that asks it is refused. One whose state follows from agents and rewards finds, for each
-group, the state that the journal's credits before it come to; one with another state begins without any, and sees the
-groups of a step in the order in which they were drawn.
+Tasks are loaded only for an algorithm that may read them; tokenizer and renderer when they are used. The policy of the
+run is gone, so an algorithm that requests its logprobs is refused. An algorithm whose state follows from agents and
+rewards gets, for each group, the state that the journal's credits before it lead to; one with another state starts
+without, and sees the groups of a step in the order in which they were drawn.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 import numpy as np
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext
-from headrace.algorithms.length_penalty import LengthPenaltyConfig
-from headrace.algorithms.penalized import Penalized
-from headrace.algorithms.recalled import Recalled
+from headrace.algorithms.length_penalty import LengthPenalty, LengthPenaltyConfig
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
@@ -37,8 +34,8 @@ from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.tools.rescore.comparison import Collector, Comparison
 from headrace.tools.rescore.credit import Member, Rescored, rescore
-from headrace.tools.rescore.credit_comparison import Collector, Comparison
 from headrace.tools.rescore.credited_groups import CreditedGroups
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout
@@ -46,42 +43,38 @@ from headrace.transport.rollout_files import RolloutFiles, SavedRollout
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how many steps of it are, and how many there are in all."""
+"""A function of what is being done, the number of finished steps, and the number of all steps."""
 
 
 class Outcome(msgspec.Struct):
     comparison: Comparison
     advantages: np.ndarray
-    """A row per rollout: its mean advantage then and now, NaN where it has none."""
+    """A row per rollout: its mean advantage then and now, NaN without advantages."""
     left_out: dict[str, int]
-    """Saved rollouts that no algorithm has credited, or whose group is not all there, by reason."""
+    """By reason: saved rollouts without credit, or whose group is incomplete."""
     not_trained: dict[str, int]
-    """Rollouts that the algorithm itself would not train on, by what it says."""
+    """By the algorithm's reason: rollouts that it would not train on."""
     counted: dict[str, float]
-    """What the algorithms counted, as `ENV/NAME`."""
+    """The tallies of the algorithms, as `ENV/NAME`."""
 
 
-class GonePolicy:
-    """Stands where a run has its policy."""
+class MissingPolicy:
+    """A `Reference` in place of the policy, which raises an error when it is used."""
 
     name = "the policy"
 
     async def check(self, tokenizer: Tokenizer, seq_len: int, temperature: float = 1.0) -> None:
-        raise BadInput(
-            "the algorithm asks the policy, and the policy of that time is gone",
-            key="--algo",
-            fix="Give it a frozen model.",
-        )
+        self._refuse()
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
-        raise BadInput(
-            "the algorithm asks the policy, and the policy of that time is gone",
-            key="--algo",
-            fix="Give it a frozen model.",
-        )
+        self._refuse()
 
     async def close(self) -> None:
-        """There is nothing."""
+        """There is nothing to close."""
+
+    def _refuse(self) -> NoReturn:
+        fact = "the algorithm asks the policy, and the policy of that time is gone"
+        raise BadInput(fact, key="--algo", fix="Give it a frozen model.")
 
 
 async def rescore_run(
@@ -93,36 +86,40 @@ async def rescore_run(
     penalties: Mapping[str, LengthPenaltyConfig] = MappingProxyType({}),
     journal: Journal | None = None,
 ) -> Outcome:
-    """Credit what was saved in these steps as `config` says, and compare it with the credit that it has.
+    """Credit the rollouts of these steps with the algorithms of `config`, and compare with their saved credit.
 
-    `penalties` come on top, for the algorithms of these environments, which take none of their own. The `journal` is
-    where states come from, if there is one.
+    `penalties` are added to the credit, by environment. The `journal` provides the states of algorithms.
     """
     async with AsyncExitStack() as stack:
         entries = [entry for entry in config.train.env if env in (None, entry.name)]
-        desks = {e.name: await _desk(config, e, penalties.get(e.name), journal, stack) for e in entries}
+        rescorers = {e.name: await _open(config, e, penalties.get(e.name), journal, stack) for e in entries}
         groups = CreditedGroups(files, steps, env, partial(progress, "looking for groups"))
         collector, not_trained = Collector(), Counter[str]()
         for number, step in enumerate(steps):
             progress("crediting steps", number, len(steps))
-            rescored = await _rescore_step(groups.of_step(step), desks, config)
+            rescored = await _rescore_step(groups.of_step(step), rescorers, config)
             collector.add_step(rescored)
             not_trained.update(entry.drop for entry in rescored if entry.drop)
         counted = {
-            f"{name}/{key}": value for name, desk in desks.items() for key, value in desk.algorithm.tally.take().items()
+            f"{name}/{key}": value
+            for name, rescorer in rescorers.items()
+            for key, value in rescorer.algorithm.tally.take().items()
         }
     return Outcome(collector.comparison(), collector.advantages, dict(groups.left_out), dict(not_trained), counted)
 
 
-class _Desk(msgspec.Struct):
-    """An environment's algorithm, and what it looks at beside rollouts."""
+class _Rescorer(msgspec.Struct):
+    """The algorithm of an environment, and what it reads besides rollouts."""
 
     env: str
     algorithm: Algorithm
     tasks: dict[str, Task] | None
-    """By key; None: it looks at none."""
+    """By key; None if it reads no tasks."""
     reads_roles: bool
-    """Whether it must know who wrote what was observed."""
+    """Whether it needs the roles of observed tokens."""
+    states: Mapping[int, Any]
+    """States of the algorithm by draw."""
+    penalty: LengthPenalty | None
 
     def member(self, saved: SavedRollout, excluded: bool) -> Member:
         rollout = saved.rollout
@@ -149,51 +146,56 @@ class _Desk(msgspec.Struct):
 
 
 async def _rescore_step(
-    groups: Sequence[Sequence[SavedRollout]], desks: dict[str, _Desk], config: OrchestratorConfig
+    groups: Sequence[Sequence[SavedRollout]], rescorers: dict[str, _Rescorer], config: OrchestratorConfig
 ) -> list[Rescored]:
     enforced = [entry for entry in (*config.pre_batch_filters, *config.post_batch_filters) if entry.enforce]
     by_content = {entry.label for entry in enforced if not entry.READS_ADVANTAGES}
     by_credit = any(entry.READS_ADVANTAGES for entry in enforced)
     by_env: dict[str, list[list[Member]]] = {}
     for group in groups:
-        desk = desks[group[0].rollout.env]
-        members = [desk.member(saved, saved.drop_reason in by_content) for saved in group]
-        by_env.setdefault(desk.env, []).append(members)
-    return [
-        rescored
-        for env, chosen in by_env.items()
-        for rescored in await rescore(chosen, desks[env].algorithm, drop_without_advantage=by_credit)
-    ]
+        rescorer = rescorers[group[0].rollout.env]
+        members = [rescorer.member(saved, saved.drop_reason in by_content) for saved in group]
+        by_env.setdefault(rescorer.env, []).append(members)
+    rescored = []
+    for env, of_env in by_env.items():
+        rescorer = rescorers[env]
+        rescored += await rescore(
+            of_env,
+            rescorer.algorithm,
+            drop_without_advantage=by_credit,
+            states=rescorer.states,
+            penalty=rescorer.penalty,
+        )
+    return rescored
 
 
-async def _desk(
+async def _open(
     config: OrchestratorConfig,
     entry: TrainEnvConfig,
     penalty: LengthPenaltyConfig | None,
     journal: Journal | None,
     stack: AsyncExitStack,
-) -> _Desk:
-    """The algorithm, set up; closed with the stack."""
+) -> _Rescorer:
+    """Make and set up the algorithm of an environment; it is closed with the stack."""
     assert config.seq_len is not None
     algo = config.algo_of(entry)
     algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
     algorithm.host = cast(Host, _Host(config, entry))
     await algorithm.setup()
     stack.push_async_callback(algorithm.close)
+    states: Mapping[int, Any] = {}
     if algorithm.replayable and journal is not None:
         states = await states_before(journal, entry.name, algorithm)
-        algorithm.tally.take()  # the replay is not to be counted
-        algorithm = Recalled(algorithm, states)
-    if penalty is not None:
-        algorithm = Penalized(algorithm, penalty.make(config.seq_len))
-    tasks = _tasks(entry, algo) if algo.reads_tasks else None
-    return _Desk(entry.name, algorithm, tasks, algo.NEEDS_ROLES)
+        algorithm.tally.take()  # the replay does not count
+    tasks = _load_tasks(entry, algo) if algo.reads_tasks else None
+    made = None if penalty is None else penalty.make(config.seq_len)
+    return _Rescorer(entry.name, algorithm, tasks, algo.NEEDS_ROLES, states, made)
 
 
-def _tasks(entry: TrainEnvConfig, algo: AlgorithmConfig) -> dict[str, Task]:
+def _load_tasks(entry: TrainEnvConfig, algo: AlgorithmConfig) -> dict[str, Task]:
     try:
         return {task.key: task for task in tasks_of(load_environment(entry.id, entry.args), entry.name)}
-    except Exception as error:  # an environment is a user's code, and may need what was there when the run ran
+    except Exception as error:  # user code, which may need data of the run's time
         raise BadInput(
             f"{algo.type} may look at the tasks, and the environment cannot be loaded as the run had it: {error}",
             key="env",
@@ -202,12 +204,12 @@ def _tasks(entry: TrainEnvConfig, algo: AlgorithmConfig) -> dict[str, Task]:
 
 
 class _Host:
-    """A `Host` that reads the model's files only if they are asked for: most algorithms never do."""
+    """A `Host` that reads the model's files only when they are used, which most algorithms never do."""
 
     def __init__(self, config: OrchestratorConfig, entry: TrainEnvConfig) -> None:
         assert config.model.name is not None
         self.env = entry.name
-        self.policy = GonePolicy()
+        self.policy = MissingPolicy()
         self.seq_len = config.seq_len
         self.seed = config.seed
         self.temperature = config.train_temperature(entry)

@@ -1,6 +1,6 @@
-"""Two ways to credit the same rollouts as one picture: advantages against each other, and shares of the gradient.
+"""Output of `headrace rescore`: tables for the terminal, and a chart of advantages and shares of the gradient.
 
-Left out on purpose: time. It shows the chosen steps as one.
+Left out on purpose: time. The chosen steps are shown as one.
 """
 
 from __future__ import annotations
@@ -9,36 +9,88 @@ import textwrap
 from collections.abc import Sequence
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from headrace.observe.chart import HELD_OUT, TRAIN, Box, Plot, document, rule, text, ticks
-from headrace.tools.rescore.credit_comparison import CAPTION, Comparison, Share
+from headrace.tools.rescore.comparison import CAPTION, QUANTILES, Comparison, Share
 
 THEN, NOW = TRAIN, HELD_OUT
 WIDTH, MARGIN, GAP = 820, 24, 40
 PANEL = (WIDTH - 2 * MARGIN - GAP) / 2
 TOP = 114
-"""Where the panels begin."""
-LEAST = 240
-"""The least height of the panel of advantages."""
+"""The y of the panels."""
+MIN_SCATTER_HEIGHT = 240
 BAR, PAIR = 11, 34
-"""The height of a bar, and of a pair with the space around it."""
+"""The height of a bar, and of a pair of bars with the space around it."""
 NAME, NUMBER = 96, 52
 """Width of a bar's name, and of its number."""
 CELLS = 32
-"""Cells along each axis into which points are gathered."""
-LARGEST = 11.0
+"""Cells along each axis in which points are combined."""
+MAX_RADIUS = 11.0
 """Radius of the circle for the fullest cell."""
 
 
+def comparison_tables(comparison: Comparison) -> RenderableType:
+    signal, shares = _credit_table(comparison), _share_table(comparison)
+    return Group(signal, Text(), shares, Text(textwrap.fill(CAPTION, 100), style="dim"))
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _credit_table(comparison: Comparison) -> Table:
+    table = _table("credit", "then", "now")
+    sides = comparison.then, comparison.now
+    table.add_row("groups with a signal", *(_part(side.groups_with_signal, comparison.groups) for side in sides))
+    table.add_row("rollouts that train", *(_part(side.rollouts_that_train, comparison.rollouts) for side in sides))
+    table.add_row("mean |A| of a sampled token", *(_number(side.mean_abs_advantage) for side in sides))
+    for name in QUANTILES:
+        table.add_row(f"A of a rollout, {name}", *(_number(side.advantages.get(name), "{:+.3f}") for side in sides))
+    components = dict.fromkeys(name for side in sides for name in side.components)
+    for component in components if len(components) > 1 else ():
+        shares = (side.components.get(component) for side in sides)
+        table.add_row(f"gradient by {component}", *(_number(share, "{:.1%}") for share in shares))
+    table.add_row("correlation of A", "", _number(comparison.correlation))
+    table.add_row("same sign of A", "", _number(comparison.same_sign, "{:.1%}"))
+    table.add_row("rollouts that train on one side alone", "", f"{comparison.changed_sides:,}")
+    return table
+
+
+def _share_table(comparison: Comparison) -> Table:
+    table = _table("share of the gradient", "rollouts", "tokens", "then", "now", "change")
+    for title, shares in comparison.shares.items():
+        table.add_row(Text(title, style="dim"))
+        for share in shares:
+            parts = (f"{value:.1%}" for value in (share.rollouts, share.tokens, share.then, share.now))
+            change = f"{round(100 * (share.now - share.then), 1) + 0.0:+.1f}"
+            table.add_row(*map(Text, (f"  {share.name}", *parts, change)))
+    return table
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count:,} ({count / total:.1%})" if total else "0"
+
+
+def _number(value: float | None, form: str = "{:.3f}") -> str:
+    return "none" if value is None else form.format(value)
+
+
 def rescore_chart(title: str, labels: tuple[str, str], comparison: Comparison, advantages: np.ndarray) -> str:
-    """`labels` name the two ways, then and now; `advantages` has a row per rollout."""
+    """Draw a comparison; `labels` are the algorithms then and now, `advantages` has a row per rollout."""
     left, right = MARGIN, MARGIN + PANEL + GAP
     body = _legend(labels)
     y = float(TOP)
     for name, shares in comparison.shares.items():
         body += _bars(right, y, f"share of the gradient by {name}", shares)
         y += 44 + PAIR * len(shares)
-    height = max(LEAST, y - TOP - 82)
+    height = max(MIN_SCATTER_HEIGHT, y - TOP - 82)
     body += _scatter(left, TOP, height, advantages)
     bottom = TOP + height + 96
     lines = textwrap.wrap(CAPTION, 124)
@@ -57,7 +109,7 @@ def _legend(labels: tuple[str, str]) -> list[str]:
 
 
 def _bars(left: float, top: float, title: str, shares: Sequence[Share]) -> list[str]:
-    """A pair of bars for each, with a line where its share of the sampled tokens is."""
+    """Draw a pair of bars for each share, with a line at its share of the sampled tokens."""
     parts = [text(left, top + 10, title)]
     start = left + NAME
     span = (PANEL - NAME - NUMBER) / max((max(s.then, s.now, s.tokens) for s in shares if s.rollouts), default=1.0)
@@ -74,12 +126,12 @@ def _bars(left: float, top: float, title: str, shares: Sequence[Share]) -> list[
 
 
 def _scatter(left: float, top: float, height: float, advantages: np.ndarray) -> list[str]:
-    """A circle for the rollouts of each cell, its area by how many they are."""
-    known = advantages[~np.isnan(advantages).any(axis=1)]
+    """Draw a circle for the rollouts of each cell, with an area by their number."""
+    points = advantages[~np.isnan(advantages).any(axis=1)]
     title = text(left, top + 10, "mean advantage of a rollout: now (vertical) over then")
-    if not len(known):
+    if not len(points):
         return [title, text(left, top + 40, "one side has no advantages: it trains without them", size=12)]
-    lows, highs = np.minimum(known.min(axis=0), 0.0), np.maximum(known.max(axis=0), 0.0)
+    lows, highs = np.minimum(points.min(axis=0), 0.0), np.maximum(points.max(axis=0), 0.0)
     highs = np.where(highs - lows > 0, highs, 1.0)  # each axis has its own range, which includes zero
     x_ticks, y_ticks = (ticks(float(low), float(high), 5) for low, high in zip(lows, highs, strict=True))
     box = Box(left + 44, top + 28, left + PANEL - 16, top + 28 + height)
@@ -87,16 +139,16 @@ def _scatter(left: float, top: float, height: float, advantages: np.ndarray) -> 
     plot.axes(x_ticks, y_ticks, "then (dashed: no change)", "")
     low, high = max(x_ticks[0], y_ticks[0]), min(x_ticks[-1], y_ticks[-1])
     plot.parts.append(rule(plot.path([(low, low), (high, high)]), dashes="4 3"))
-    cells, counts = _gather(known)
+    cells, counts = _combine_points(points)
     for (then, now), count in zip(cells, counts, strict=True):
-        radius = max(1.5, LARGEST * float(np.sqrt(count / counts.max())))
+        radius = max(1.5, MAX_RADIUS * float(np.sqrt(count / counts.max())))
         position = f'cx="{plot.x(then)}" cy="{plot.y(now)}"'
         plot.parts.append(f'<circle {position} r="{radius:.1f}" fill="{NOW}" fill-opacity="0.55"/>')
     return [title, *plot.parts]
 
 
-def _gather(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of the points in each cell that has any, and how many they are, the fullest first."""
+def _combine_points(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of the points in each cell with any, and their number, the fullest cell first."""
     low, span = points.min(axis=0), np.ptp(points, axis=0)
     grid = np.floor((points - low) / np.where(span > 0, span, 1.0) * (CELLS - 1e-9)).astype(int)
     _, cell, counts = np.unique(grid, axis=0, return_inverse=True, return_counts=True)
