@@ -19,7 +19,7 @@ from headrace.inference.client import served_model
 from headrace.inference.client.reference import FrozenModel, Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel
 from headrace.inference.embedded.engine import Engine
-from headrace.orchestrator.frozen_sampler import FrozenSampler
+from headrace.orchestrator.sampler import FrozenSampler
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.openai_stand_in import error

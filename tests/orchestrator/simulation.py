@@ -457,14 +457,13 @@ class _Process:
         del self.running[episode.id]
         assert episode.id not in self.arrived
         self.arrived.add(episode.id)
-        levels = self.processing if episode.kind is Kind.TRAIN else self.eval_processing
         rng = random.Random(f"{self.world.seed}-{episode.name}") if self.on_policy else self.rng
         rollouts = [self._rollout(episode, rng)]
         if episode.kind is Kind.TRAIN and rollouts[0].error is None and rng.random() < self.world.two_agents:
             rollouts.append(self._rollout(episode, rng))
             rollouts[1].agent, rollouts[1].trainable = "other", rng.random() < 0.7
-        for rollout in rollouts:
-            await levels.process_rollout(rollout, episode.group.task)
+        for rollout in rollouts if episode.kind is Kind.TRAIN else ():
+            await self.processing.process_rollout(rollout, episode.group.task)
         await self.handle(Arrival(episode, rollouts))
 
     def _rollout(self, episode: Episode, rng: random.Random) -> Rollout:

@@ -10,8 +10,7 @@ from headrace.config.orchestrator import EnvConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.observe.status import Status
 from headrace.orchestrator.signals import Kind
-from headrace.orchestrator.startup import notify_changed_tasks
-from headrace.orchestrator.wiring import Environments
+from headrace.orchestrator.wiring import Environments, notify_changed_tasks
 from headrace.transport.journal import Journal, fork
 
 

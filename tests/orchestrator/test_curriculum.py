@@ -9,15 +9,16 @@ import pytest
 
 from headrace.algorithms.base import RolloutView
 from headrace.config.curriculum import CurriculumConfig
-from headrace.orchestrator.circuit_breaker import (
+from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, InOrder, TaskSampler
+from headrace.orchestrator.gate import AdvantageRange, Gate
+from headrace.orchestrator.source import (
     FIRST_PAUSE_DRAWS,
     MAX_FAILED_EPISODES,
     MAX_PAUSE_DRAWS,
     EnvironmentBreaker,
+    TrainSource,
+    TrainTasks,
 )
-from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, InOrder, TaskSampler
-from headrace.orchestrator.gate import AdvantageRange, Gate
-from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, Sample, Task
 from headrace.transport.journal import Lesson
 from tests.refusals import refused
@@ -165,7 +166,7 @@ def test_an_environment_that_only_fails_is_paused_then_tried_once_then_paused_fo
         drawn.append(draw.env)
         failed = 4 if draw.env == "bad" else 0
         source.add_lesson(
-            Lesson(draw.id, draw.env, task.key, [] if failed else [1.0], failed, story="environment: a bug")
+            Lesson(draw.id, draw.env, task.key, [] if failed else [1.0], failed, error="environment: a bug")
         )
         source.learn()
     tries = [n for n, env in enumerate(drawn) if env == "bad"]
@@ -178,7 +179,7 @@ def test_an_environment_that_only_fails_is_paused_then_tried_once_then_paused_fo
 def test_an_environment_that_works_again_is_drawn_as_before(caplog: pytest.LogCaptureFixture):
     source = two()
     for n in range(4):
-        source.add_lesson(Lesson(n, "bad", "x", [], 4, story="environment: a bug"))
+        source.add_lesson(Lesson(n, "bad", "x", [], 4, error="environment: a bug"))
     source.add_lesson(Lesson(9, "bad", "x", [0.0]))
     source.learn()
     assert Counter(source.draw()[0].env for _ in range(200))["bad"] > 60

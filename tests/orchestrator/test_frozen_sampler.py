@@ -18,7 +18,7 @@ from headrace.errors import BadInput
 from headrace.inference.client.served_model import ServedModel
 from headrace.orchestrator.conversation import derive_seed
 from headrace.orchestrator.dispatcher import ContextFactory, Dispatcher, EpisodeRunner
-from headrace.orchestrator.frozen_sampler import FrozenSampler
+from headrace.orchestrator.sampler import FrozenSampler
 from headrace.orchestrator.signals import Arrival, Episode, Kind
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import NOT_SAMPLED, Group, Message, Rollout, Task

@@ -88,7 +88,7 @@ def rollout(reward: float, error: str = "", tokens: int = 2) -> Rollout:
 
 
 async def process(processing: TrainProcessing | EvalProcessing, *members: Rollout) -> ScoredGroup:
-    for member in members:
+    for member in members if isinstance(processing, TrainProcessing) else ():
         await processing.process_rollout(member, Task("env", {}))
     return await processing.process_group(Group("g", Task("env", {}), len(members), 0, draw_id=1), members)
 

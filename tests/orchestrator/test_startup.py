@@ -6,13 +6,15 @@ from typing import Any
 
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.orchestrator.signals import Kind
-from headrace.orchestrator.startup import startup_lines
+from headrace.orchestrator.wiring import startup_lines
+from headrace.runfile.reading import validate
 
 TEACHER = {"name": "big", "base_url": "http://host:8000/v1"}
 
 
 def lines(tasks: dict[tuple[Kind, str], int], **sections: Any) -> list[str]:
-    return startup_lines(OrchestratorConfig.model_validate({"seq_len": 64, **sections}), tasks)
+    config, _ = validate(OrchestratorConfig, {"seq_len": 64, **sections}, "test")
+    return startup_lines(config, tasks)
 
 
 def test_a_training_environment_says_algorithm_sampler_share_filters_and_teacher():

@@ -79,53 +79,45 @@ class EvalSource:
         ]
 
 
-class _Epoch(msgspec.Struct):
-    batch: EvalBatch
-    missing: int
-    """Groups that are not complete yet."""
-    pinned: bool
-
-
 class EvalTracker:
     """Collects the groups of open evaluations. Evaluations of one environment may overlap."""
 
     def __init__(self) -> None:
-        self._epoch_of: dict[str, _Epoch] = {}
+        self._batch_of: dict[str, EvalBatch] = {}
+        """By the id of a group that is not complete."""
         self.open_epochs = 0
         """Evaluations that are opened and not reported."""
         self._opened = 0
         """Groups of all evaluations since the last time that none was open."""
-        self._pinned: list[EvalBatch] = []
+        self._pinned = 0
+        """Pinned evaluations that are not complete."""
 
     @property
     def pins_version(self) -> bool:
         """Return whether an open evaluation must be sampled from the current weights to its end."""
-        return bool(self._pinned)
+        return self._pinned > 0
 
     @property
     def tasks(self) -> tuple[int, int]:
         """Return how many tasks of the open evaluations are done, and how many there are."""
-        return self._opened - len(self._epoch_of), self._opened
+        return self._opened - len(self._batch_of), self._opened
 
     def open(self, env: EvalEnv, version: Version, groups: Sequence[Group], now: float = 0.0) -> None:
         self._opened = len(groups) + (self._opened if self.open_epochs else 0)
-        batch = EvalBatch(env.name, version, env.group_size, env.solved, now)
-        epoch = _Epoch(batch, len(groups), env.pinned)
-        self._epoch_of.update({group.id: epoch for group in groups})
+        batch = EvalBatch(env.name, version, env.group_size, env.solved, now, env.pinned, len(groups))
+        self._batch_of.update({group.id: batch for group in groups})
         self.open_epochs += 1
-        if env.pinned:
-            self._pinned.append(batch)
+        self._pinned += env.pinned
 
     def add(self, scored: ScoredGroup) -> EvalBatch | None:
         """Add a complete group; return the batch of its evaluation if this was the last group."""
-        epoch = self._epoch_of.pop(scored.group.id)
-        epoch.batch.groups.append(scored)
-        epoch.missing -= 1
-        if epoch.missing:
+        batch = self._batch_of.pop(scored.group.id)
+        batch.groups.append(scored)
+        batch.missing -= 1
+        if batch.missing:
             return None
-        if epoch.pinned:
-            self._pinned.remove(epoch.batch)
-        return epoch.batch
+        self._pinned -= batch.pinned
+        return batch
 
     def close(self) -> None:
         """Count one evaluation as reported."""

@@ -24,9 +24,8 @@ from headrace.orchestrator.event_loop import watch_loop
 from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
-from headrace.orchestrator.startup import Environments, notify_changed_tasks, startup_lines
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.orchestrator.wiring import Policy, wire
+from headrace.orchestrator.wiring import Environments, Policy, notify_changed_tasks, startup_lines, wire
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer

@@ -18,36 +18,14 @@ from typing import Any
 
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE_S, Status
+from headrace.orchestrator import signals
 from headrace.orchestrator.batch_metrics import failure_notice, step_metrics
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, DriftReport, truncation
 from headrace.orchestrator.event_loop import PeriodicLogger
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, TrainProcessing
-from headrace.orchestrator.signals import (
-    Action,
-    BatchDone,
-    CancelEpisode,
-    Commit,
-    EvalBatch,
-    Event,
-    Failed,
-    GroupDone,
-    Kind,
-    Load,
-    Loaded,
-    ProcessBatch,
-    ProcessGroup,
-    Published,
-    Reported,
-    ReportEval,
-    RunEpisode,
-    Ship,
-    Shipped,
-    Stop,
-    Tick,
-    TrainBatch,
-)
+from headrace.orchestrator.signals import EvalBatch, Kind, TrainBatch
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
@@ -95,7 +73,7 @@ class Orchestrator:
         self.keep_rollouts = keep_rollouts
         self.metrics = MetricsLog(run.metrics, "orchestrator")
         self.periodic = PeriodicLogger(log_loop_interval, pipeline.gauges, self._log_gauges)
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.events: asyncio.Queue[signals.Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(runners, self.events.put_nowait)
         self._slots: defaultdict[tuple[Kind, str], asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(MAX_CONCURRENT_GROUPS)
@@ -118,7 +96,9 @@ class Orchestrator:
         """
         self._loop = asyncio.get_running_loop()
         put = self.events.put_nowait
-        follow = self.watcher.follow(lambda version: put(Published(version)), lambda engines: put(Reported(engines)))
+        follow = self.watcher.follow(
+            lambda version: put(signals.Published(version)), lambda engines: put(signals.Reported(engines))
+        )
         self._spawn(follow)
         self._spawn(self.periodic.run())
         self._log_drift(self.drift.follow(self.pipeline.version))
@@ -139,9 +119,9 @@ class Orchestrator:
             await self._close()
 
     def stop(self) -> None:
-        self.events.put_nowait(Stop())
+        self.events.put_nowait(signals.Stop())
 
-    async def _next_event(self) -> Event:
+    async def _next_event(self) -> signals.Event:
         if not self.events.empty():
             return self.events.get_nowait()
         wake_at = self.pipeline.wake_at
@@ -151,39 +131,39 @@ class Orchestrator:
             async with asyncio.timeout(wake_at - time.monotonic()):
                 return await self.events.get()
         except TimeoutError:
-            return Tick()
+            return signals.Tick()
 
     # -- actions --------------------------------------------------------------------------------------------------
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _perform(self, actions: list[signals.Action]) -> None:
         for action in actions:
             match action:
-                case RunEpisode():
+                case signals.RunEpisode():
                     self.dispatcher.start(action.episode)
-                case CancelEpisode():
+                case signals.CancelEpisode():
                     self.dispatcher.cancel(action.episode, action.reason)
-                case ProcessGroup():
+                case signals.ProcessGroup():
                     self._spawn(self._process_group(action))
-                case ProcessBatch():
+                case signals.ProcessBatch():
                     self._spawn(self._process_batch(action.batch))
-                case Ship():
-                    self._write(partial(self._ship, action), Shipped(action.step))
-                case Commit():
+                case signals.Ship():
+                    self._write(partial(self._ship, action), signals.Shipped(action.step))
+                case signals.Commit():
                     self._write(partial(self.journal.commit, action.entries))
-                case Load():
+                case signals.Load():
                     self._spawn(self._load(action.version))
-                case ReportEval():
+                case signals.ReportEval():
                     self._write(partial(self._report_eval, action.batch))
         self.status.set(self.pipeline.activity)
         if self.pipeline.collected is not None:
             self.status.advance(*self.pipeline.collected)
         self.status.set_problem(self.pipeline.problem)
 
-    async def _process_group(self, action: ProcessGroup) -> None:
+    async def _process_group(self, action: signals.ProcessGroup) -> None:
         processing = self.processing if action.kind is Kind.TRAIN else self.eval_processing
         async with self._slots[action.kind, action.group.task.env]:
             scored = await processing.process_group(action.group, action.rollouts)
-            self.events.put_nowait(GroupDone(scored))
+            self.events.put_nowait(signals.GroupDone(scored))
 
     async def _process_batch(self, batch: TrainBatch | EvalBatch) -> None:
         if isinstance(batch, TrainBatch):
@@ -192,15 +172,15 @@ class Orchestrator:
             await self.eval_processing.process_batch(batch)
             async with self._saving_eval:  # not on the disk thread: training batches must not wait for it
                 await asyncio.to_thread(self._save_eval, batch)
-        self.events.put_nowait(BatchDone(batch))
+        self.events.put_nowait(signals.BatchDone(batch))
 
     async def _load(self, version: Version) -> None:
         version = await self.watcher.load(version)
-        self.events.put_nowait(Loaded(version))
+        self.events.put_nowait(signals.Loaded(version))
         self._log_drift(self.drift.follow(version))
         self._write(self._mark_trained)
 
-    def _ship(self, ship: Ship) -> None:
+    def _ship(self, ship: signals.Ship) -> None:
         """Write files, then the journal, then announce the batch: in this order, so a kill at any time is harmless.
 
         A step that is killed before its commit is repeated, and replaces its files and records.
@@ -272,13 +252,13 @@ class Orchestrator:
         def on_done(task: asyncio.Task[None]) -> None:
             self._background.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                self.events.put_nowait(Failed(error))
+                self.events.put_nowait(signals.Failed(error))
 
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(on_done)
 
-    def _write(self, work: Callable[[], None], then: Event | None = None) -> None:
+    def _write(self, work: Callable[[], None], then: signals.Event | None = None) -> None:
         """Queue work for the disk thread, in order, so entries taken from the journal buffer are never lost."""
 
         def write() -> None:
@@ -288,7 +268,7 @@ class Orchestrator:
                 work()
             except BaseException as error:
                 self._disk_failed = True
-                self._loop.call_soon_threadsafe(self.events.put_nowait, Failed(error))
+                self._loop.call_soon_threadsafe(self.events.put_nowait, signals.Failed(error))
             else:
                 if then is not None:
                     self._loop.call_soon_threadsafe(self.events.put_nowait, then)

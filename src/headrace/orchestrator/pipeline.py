@@ -14,37 +14,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from headrace.errors import Failure
+from headrace.orchestrator import signals
 from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.empty_batches import EmptyBatches
 from headrace.orchestrator.evaluation import EvalSource, EvalTracker
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
-from headrace.orchestrator.signals import (
-    Action,
-    Arrival,
-    BatchDone,
-    CancelEpisode,
-    Commit,
-    EvalBatch,
-    Event,
-    Failed,
-    GroupDone,
-    Kind,
-    Load,
-    Loaded,
-    ProcessBatch,
-    ProcessGroup,
-    Published,
-    Reported,
-    ReportEval,
-    RunEpisode,
-    ScoredGroup,
-    Ship,
-    Shipped,
-    Stop,
-    Tick,
-    TrainBatch,
-)
+from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_buffer import EpisodeCapacity, TrainBuffer
 from headrace.rollout.types import Group
@@ -114,7 +90,7 @@ class Pipeline:
         self._source = source
         self._eval_source = eval_source
         self._now = now
-        self._actions: list[Action] = []
+        self._actions: list[signals.Action] = []
         self._current: TrainBatch | None = None
         """The batch for `step`, from the time it is taken until it ships or turns out to be empty."""
         self._processed = False
@@ -141,47 +117,47 @@ class Pipeline:
 
     # -- events in, actions out -----------------------------------------------------------------------------------
 
-    def start(self, now: float) -> list[Action]:
+    def start(self, now: float) -> list[signals.Action]:
         """Return the first actions."""
         self._now = now
         self._queue_due_evals()
         return self._advance()
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: signals.Event, now: float) -> list[signals.Action]:
         """Process an event; return the actions to perform, in order."""
         self._waits[self._bottleneck()] += now - self._now
         self._now = now
         match event:
-            case Arrival(episode=episode, rollouts=rollouts):
+            case signals.Arrival(episode=episode, rollouts=rollouts):
                 complete = self.scheduler.arrive(episode, rollouts)
                 self.buffer.count_rollouts(rollouts, training=episode.kind is Kind.TRAIN)
                 for group in complete:
                     self._on_complete(group)
-            case GroupDone():
+            case signals.GroupDone():
                 self._on_group(event.scored)
-            case BatchDone(batch=TrainBatch() as batch):
+            case signals.BatchDone(batch=TrainBatch() as batch):
                 self._on_batch(batch)
-            case BatchDone(batch=EvalBatch() as batch):
+            case signals.BatchDone(batch=EvalBatch() as batch):
                 self.evals.close()
                 self._evals_reported += 1
-                self._actions.append(ReportEval(batch))
-            case Shipped():
+                self._actions.append(signals.ReportEval(batch))
+            case signals.Shipped():
                 self._shipping = False
-            case Published():
+            case signals.Published():
                 self._published = max(self._published, event.version)
-            case Loaded():
+            case signals.Loaded():
                 self.version = event.version
                 self._loading = False
                 self._queue_due_evals()
-            case Reported():
+            case signals.Reported():
                 if self._concurrency is not None:
                     in_flight = sum(self.scheduler.inflight.values())
                     self.scheduler.max_inflight = self._concurrency.update(event.engines, in_flight)
-            case Stop():
+            case signals.Stop():
                 self.stopped = True
-            case Failed():
+            case signals.Failed():
                 raise event.error
-            case Tick():
+            case signals.Tick():
                 pass
         return self._advance()
 
@@ -200,7 +176,7 @@ class Pipeline:
     @property
     def has_lost_entries(self) -> bool:
         """Return whether an error kept journal entries that were taken from the buffer from being returned."""
-        return any(isinstance(action, Ship | Commit) for action in self._actions)
+        return any(isinstance(action, signals.Ship | signals.Commit) for action in self._actions)
 
     @property
     def progress(self) -> tuple[int, str, int]:
@@ -267,13 +243,13 @@ class Pipeline:
             "dispatcher/queued": scheduler.queued_evals + self.train_buffer.rollouts,
         }
 
-    def _advance(self) -> list[Action]:
+    def _advance(self) -> list[signals.Action]:
         """Do everything that an event has made possible, and return the collected actions."""
         if not self.stopped:
             # One update at a time, and none while an evaluation is pinned to the current version.
             if self._published > self.version and not self._loading and not self.evals.pins_version:
                 self._loading = True
-                self._actions.append(Load(self._published))
+                self._actions.append(signals.Load(self._published))
             self._ship_if_allowed()
             self._take_batch_if_ready()
             self._start_episodes()
@@ -292,7 +268,7 @@ class Pipeline:
             episode = self.scheduler.next_episode(wanted, may_begin=not self._rate_limited)
             if episode is None:
                 return
-            self._actions.append(RunEpisode(episode))
+            self._actions.append(signals.RunEpisode(episode))
             if episode.index == 0 and self.settings.tasks_per_minute is not None:
                 self._next_task_at = max(self._next_task_at, self._now) + 60 / self.settings.tasks_per_minute
 
@@ -338,19 +314,19 @@ class Pipeline:
 
     def _on_complete(self, complete: CompleteGroup) -> None:
         if complete.cancelled:
-            self._record_group(complete.as_dropped())
+            self._record_group(ScoredGroup.of(complete.kind, complete.group, complete.rollouts, complete.cancelled))
             return
         self._groups_in_processing += 1
         if complete.kind is Kind.TRAIN:
             self._episodes_in_processing += complete.group.size
-        self._actions.append(ProcessGroup(complete.kind, complete.group, complete.rollouts))
+        self._actions.append(signals.ProcessGroup(complete.kind, complete.group, complete.rollouts))
 
     def _on_group(self, scored: ScoredGroup) -> None:
         self._groups_in_processing -= 1
         if scored.kind is Kind.EVAL:
             batch = self.evals.add(scored)
             if batch is not None:
-                self._actions.append(ProcessBatch(batch))
+                self._actions.append(signals.ProcessBatch(batch))
             return
         self._episodes_in_processing -= scored.group.size
         self._record_group(scored)
@@ -401,7 +377,7 @@ class Pipeline:
         # Groups ship in the order of their credit, like commits; at level 0 the rest is dropped right after.
         self._current = self.train_buffer.take_batch(drawn_first=self._capacity.in_waves)
         if self._current is not None:
-            self._actions.append(ProcessBatch(self._current))
+            self._actions.append(signals.ProcessBatch(self._current))
 
     def _on_batch(self, batch: TrainBatch) -> None:
         if batch.kept:
@@ -431,7 +407,7 @@ class Pipeline:
             )
         self._actions.append(self._ship(step, batch))
 
-    def _ship(self, step: int, batch: TrainBatch) -> Ship:
+    def _ship(self, step: int, batch: TrainBatch) -> signals.Ship:
         waits = {f"time/{name}": self._waits[name] for name in ("wait_for_rollouts", "wait_for_weights")}
         self._waits.clear()
         self._commit_at = None
@@ -439,7 +415,7 @@ class Pipeline:
         metrics = self.buffer.take_step_metrics(self._now) | waits | self.buffer.progress(self._now)
         metrics |= self._source.metrics()
         dropped = self.buffer.take_dropped()
-        return Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
+        return signals.Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
 
     def _may_ship(self) -> bool:
         return may_ship(self.step, self.version.step, self.settings.max_async_level)
@@ -458,7 +434,7 @@ class Pipeline:
     ) -> None:
         """Cancel the open groups and drop the buffered groups that match; their episodes arrive with this reason."""
         inflight, finished = self.scheduler.cancel(drop_open, reason)
-        self._actions += [CancelEpisode(episode, reason) for episode in inflight]
+        self._actions += [signals.CancelEpisode(episode, reason) for episode in inflight]
         for complete in finished:
             self._on_complete(complete)
         self.buffer.drop_groups(self.train_buffer.drop(drop_scored), reason)
@@ -473,7 +449,7 @@ class Pipeline:
             self._commit_at = self._now + COMMIT_INTERVAL_S
         elif self._now >= self._commit_at:
             self._commit_at = None
-            self._actions.append(Commit(self.buffer.take_entries(self._now)))
+            self._actions.append(signals.Commit(self.buffer.take_entries(self._now)))
 
     def _bottleneck(self) -> str:
         """Return the name of the wait metric that time is charged to right now; empty if to none."""

@@ -1,7 +1,7 @@
 """Processing of rollouts, groups and batches, for training and evaluation.
 
     level      training                                              evaluation
-    rollout    merge turns into samples, score_rollout               (nothing)
+    rollout    merge turns into samples, score_rollout
     group      group rewards by the environment, drop errors,        group rewards by the environment
                credit, curriculum gate, pre-batch filters
     batch      post-batch filters, score_batch, routing to losses    metrics
@@ -173,7 +173,7 @@ class TrainProcessing:
             await self._group_scorer.apply(group, rollouts)
             if before is not None:
                 await before.wait()
-            return await self._process_survivors(_without_errors(Kind.TRAIN, group, rollouts))
+            return await self._process_survivors(ScoredGroup.of(Kind.TRAIN, group, rollouts))
         finally:
             done.set()
 
@@ -271,26 +271,12 @@ class EvalProcessing:
     ) -> None:
         self._group_scorer = GroupScorer(environments, timeouts, text_only=text_only)
 
-    async def process_rollout(self, rollout: Rollout, task: Task) -> None:
-        """Do nothing: only the reward is used."""
-
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
         await self._group_scorer.apply(group, rollouts)
-        return _without_errors(Kind.EVAL, group, rollouts)
+        return ScoredGroup.of(Kind.EVAL, group, rollouts)
 
     async def process_batch(self, batch: EvalBatch) -> None:
         batch.metrics = epoch_metrics(batch)
-
-
-def _without_errors(kind: Kind, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
-    return ScoredGroup(
-        kind,
-        group,
-        [rollout for rollout in rollouts if rollout.error is None],
-        [(rollout, rollout.error.reason) for rollout in rollouts if rollout.error is not None],
-        arrived=len(rollouts),
-        sampled_tokens=sum(rollout.completion_tokens for rollout in rollouts),
-    )
 
 
 def _apply(

@@ -1,27 +1,49 @@
-"""Sampling of episodes from the policy: one engine request per turn, parsed into a reply."""
+"""Sampling of an environment's episodes, turn by turn: from the policy's engines, or from a frozen model (a teacher).
+
+The teacher's server returns text; `text/teacher_reply.py` rewrites it as the policy's tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 from renderers.base import Renderer
 
-from headrace.environments.base import Reply
+from headrace.environments.base import EpisodeError, Reply
+from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
+from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.inference.schema import SamplingParams
-from headrace.orchestrator.conversation import Conversation, Prompter, TurnRequest, run_inline_or_in_thread
-from headrace.rollout.types import Turn
+from headrace.orchestrator.conversation import (
+    INLINE_CHARS,
+    Conversation,
+    Prompter,
+    TurnRequest,
+    run_inline_or_in_thread,
+)
+from headrace.rollout.types import Message, Turn
+from headrace.text.openai_messages import content_text, refusal_text
 from headrace.text.prompt import Prompt
+from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer
 
 INLINE_TOKENS = 4096
 """Replies up to this length are parsed on the event loop, longer ones in a thread."""
+TEACHER = "teacher"
+"""Error reason of episodes that fail because of their teacher."""
+COMPLETE = ("stop", "tool_calls")
+"""Values of `finish_reason` of complete replies."""
+TRUNCATED = "length"
 
 
 class Sampler:
-    """Samples the episodes of one environment from the engines.
+    """Samples the episodes of one environment from the engines. `sampling` are fields of `SamplingParams`.
 
     `cache_salt` separates prefix caches; the policy's salt changes with its weights. It is read at every request, so a
     turn after an update shares nothing with earlier turns of its conversation. During an update the salt may be the
@@ -38,23 +60,15 @@ class Sampler:
         renderer: Renderer,
         tokenizer: Tokenizer,
         seq_len: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
-        max_tokens: int | None = None,
         cache_salt: Callable[[], str | None] = lambda: None,
         observe: Callable[[list[int], Completion, float], None] | None = None,
         seed: int | None = None,
         pool_size: int = 1,
+        **sampling: Any,
     ) -> None:
         self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
         self._client = client
-        self._temperature = temperature
-        self._top_p = top_p
-        self._top_k = top_k
-        self._min_p = min_p
-        self._max_tokens = max_tokens
+        self._params = SamplingParams(**sampling, stop_token_ids=self.prompter.parser.stop_token_ids)
         self._cache_salt = cache_salt
         self._observe = observe
         self._seed = seed
@@ -68,22 +82,15 @@ class Sampler:
 
     async def reply(self, request: TurnRequest) -> Reply:
         """Sample a reply from an engine."""
+        limit, seed = request.limit_tokens(self._params.max_tokens), request.seed(self._seed)
         completion = await self._client.generate(
             request.prompt.ids,
-            SamplingParams(
-                temperature=self._temperature,
-                top_p=self._top_p,
-                top_k=self._top_k,
-                min_p=self._min_p,
-                max_tokens=request.limit_tokens(self._max_tokens),
-                stop_token_ids=self.prompter.parser.stop_token_ids,
-                seed=request.seed(self._seed),
-            ),
+            msgspec.structs.replace(self._params, max_tokens=limit, seed=seed),
             cache_salt=self._cache_salt(),
             session=request.session,
         )
         if self._observe is not None:
-            self._observe(request.prompt.ids, completion, self._temperature)
+            self._observe(request.prompt.ids, completion, self._params.temperature)
         message, tool_calls, raw = await run_inline_or_in_thread(
             len(completion.token_ids) <= INLINE_TOKENS,
             self.prompter.parser.parse,
@@ -101,8 +108,85 @@ class Sampler:
             np.array(completion.token_ids, np.int32),
             np.array(completion.logprobs, np.float32),
             completion.steps,
-            self._temperature,
+            self._params.temperature,
             completion.finish_reason,
             None if truncated is None else np.array(truncated, np.float32),
             prompt.roles,
         )
+
+
+class FrozenSampler:
+    """Samples the episodes of one environment from a teacher, rendered for the policy.
+
+    With a `seed`, each request has a seed derived from it, the name of the episode and the conversation. Long texts
+    are rendered in up to `pool_size` threads.
+    """
+
+    def __init__(
+        self,
+        teacher: ServedModel,
+        renderer: Renderer,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int | None = None,
+        pool_size: int = 1,
+        max_tokens: int | None = None,
+        **sampling: Any,
+    ) -> None:
+        self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
+        self._rewriter = TeacherReplyRewriter(renderer, tokenizer, seq_len)
+        self._teacher = teacher
+        self._sampling = sampling_keys(**sampling)
+        self._max_tokens = max_tokens
+        self._seed = seed
+
+    def open(self, session: str, episode: str) -> Conversation:
+        """Return the context of an episode. Requests go to the least busy server, whatever the session."""
+        return Conversation(self, session, episode)
+
+    def close(self, session: str) -> None:
+        """Do nothing: `open` has no state."""
+
+    async def reply(self, request: TurnRequest) -> Reply:
+        """Return the teacher's reply as the policy would write it."""
+        reply = await chat(partial(self._request, request), request.messages, request.tools, TEACHER)
+        rewrite = partial(self._rewriter.rewrite, reply, request.prompt, request.tools, request.first_call)
+        try:
+            return rewrite() if len(reply.raw) <= INLINE_CHARS else await self.prompter.run_in_pool(rewrite)
+        except UntrainableReply as error:
+            raise EpisodeError(TEACHER, str(error)) from error
+
+    async def _request(self, request: TurnRequest, messages: list[Message]) -> ChatResponse:
+        seed = request.seed(self._seed)
+        extra = self._sampling | ({} if seed is None else {"seed": seed})
+
+        async def send(limit: int | None, client: OpenAIClient) -> ChatResponse:
+            return await client.chat(messages, tools=request.tools, max_tokens=limit, extra=extra)
+
+        try:
+            return _checked(await self._teacher.call(partial(send, request.limit_tokens(self._max_tokens))))
+        except OpenAIError as error:
+            if not is_context_overflow(error):
+                raise
+        # Many servers refuse a max_tokens beyond their context length: without one, that length is the limit.
+        return _checked(await self._teacher.call(partial(send, None)))
+
+
+def _checked(answer: ChatResponse) -> ChatResponse:
+    """Return the answer if it can be trained on; raise `EpisodeError` otherwise."""
+    refusal = refusal_text(answer.message)
+    if refusal:
+        raise EpisodeError(TEACHER, f"the teacher refused to answer: {refusal:.200}")
+    if answer.finish_reason not in (*COMPLETE, TRUNCATED):
+        raise EpisodeError(
+            TEACHER,
+            f"the teacher's server ended its reply with finish_reason {answer.finish_reason!r}, which is not one of "
+            f"{', '.join((*COMPLETE, TRUNCATED))}: the reply may be incomplete",
+        )
+    if (
+        answer.finish_reason != TRUNCATED
+        and not content_text(answer.message.get("content")).strip()
+        and not answer.message.get("tool_calls")
+    ):
+        raise EpisodeError(TEACHER, "the teacher ended its reply without a text or a tool call")
+    return answer

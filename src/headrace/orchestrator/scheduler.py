@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headrace.orchestrator.signals import Episode, Kind, ScoredGroup
+from headrace.orchestrator.signals import Episode, Kind
 from headrace.rollout.types import Group, Rollout
 
 
@@ -38,15 +38,7 @@ class CompleteGroup(msgspec.Struct):
     group: Group
     rollouts: list[Rollout]
     cancelled: str = ""
-
-    def as_dropped(self) -> ScoredGroup:
-        """Return a cancelled group with all its rollouts dropped, without credit."""
-        reason = self.cancelled
-        dropped = [(rollout, reason if rollout.error is None else rollout.error.reason) for rollout in self.rollouts]
-        tokens = sum(rollout.completion_tokens for rollout in self.rollouts)
-        return ScoredGroup(
-            self.kind, self.group, [], dropped, reason, arrived=len(self.rollouts), sampled_tokens=tokens
-        )
+    """Why it was cancelled, if it was."""
 
 
 class Scheduler:

@@ -6,6 +6,7 @@ are plain data, so a test can stand in for either side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -64,6 +65,15 @@ class ScoredGroup(msgspec.Struct, eq=False):
     """Algorithm state right after this group; None if the algorithm has no state."""
     filter_hits: dict[str, int] = msgspec.field(default_factory=dict)
 
+    @classmethod
+    def of(cls, kind: Kind, group: Group, rollouts: Sequence[Rollout], cancelled: str = "") -> ScoredGroup:
+        """Return a group before credit: failed rollouts are dropped, and all if the group was `cancelled`."""
+        kept = [] if cancelled else [rollout for rollout in rollouts if rollout.error is None]
+        lost = rollouts if cancelled else [rollout for rollout in rollouts if rollout.error is not None]
+        dropped = [(rollout, cancelled if rollout.error is None else rollout.error.reason) for rollout in lost]
+        tokens = sum(rollout.completion_tokens for rollout in rollouts)
+        return cls(kind, group, kept, dropped, cancelled, arrived=len(rollouts), sampled_tokens=tokens)
+
     @property
     def tokens(self) -> int:
         return sum(len(sample) for rollout in self.rollouts for sample in rollout.samples)
@@ -109,6 +119,10 @@ class EvalBatch(msgspec.Struct, eq=False):
     """Reward threshold of a solved episode."""
     opened_at: float = 0.0
     """Time on the pipeline's clock."""
+    pinned: bool = False
+    """Whether it must be sampled from one version."""
+    missing: int = 0
+    """Groups that are not complete yet."""
     groups: list[ScoredGroup] = msgspec.field(default_factory=list)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 

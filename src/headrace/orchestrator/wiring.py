@@ -1,4 +1,4 @@
-"""Construction of the orchestrator's components from the configuration."""
+"""Construction of the orchestrator's components from the configuration, and notices at the start of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm
-from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
+from headrace.config.orchestrator import EnvConfig, OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
@@ -21,20 +21,29 @@ from headrace.orchestrator.concurrency import Concurrency, initial_limit
 from headrace.orchestrator.dispatcher import ContextFactory, EpisodeRunner
 from headrace.orchestrator.drift import PROBE_TIMEOUT_S, PROBE_TIMEOUT_SHARED_S, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
-from headrace.orchestrator.frozen_sampler import FrozenSampler
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.orchestrator import Orchestrator
 from headrace.orchestrator.pipeline import Pipeline, PipelineSettings
 from headrace.orchestrator.processing import EvalProcessing, Filter, TrainProcessing
-from headrace.orchestrator.sampler import Sampler
+from headrace.orchestrator.sampler import FrozenSampler, Sampler
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
-from headrace.orchestrator.startup import Environments, draw_weight
 from headrace.orchestrator.watcher import WeightWatcher
+from headrace.rollout.fingerprint import BY_POSITION, fingerprint
+from headrace.rollout.types import Task
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
+
+Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
+"""By kind and name."""
+
+CONSEQUENCES = {
+    Kind.TRAIN: BY_POSITION,
+    Kind.EVAL: "Evaluations from here on cannot be compared with earlier ones. If this is not intended, restore the "
+    "old data",
+}
 
 
 class Policy(msgspec.Struct):
@@ -98,13 +107,11 @@ def wire(
     )
     runners: dict[tuple[str, str], EpisodeRunner] = {}
     for (kind, name), (entry, environment, _) in environments.items():
+        source = sources.get(name) if kind is Kind.TRAIN else None
+        runner = EpisodeRunner(environment, _sampler(config, policy, kind, entry, drift, source), entry.timeout)
         if kind is Kind.TRAIN:
-            sampler = _sampler(config, policy, kind, entry, drift, sources.get(name))
-            embeddings = min(health.vocab_size for health in policy.engines)  # a tokenizer may have fewer tokens
-            runner = EpisodeRunner(environment, sampler, entry.timeout, processing.process_rollout, False, embeddings)
-        else:
-            sampler = _sampler(config, policy, kind, entry, drift, None)
-            runner = EpisodeRunner(environment, sampler, entry.timeout, eval_processing.process_rollout)
+            runner.process = processing.process_rollout
+            runner.vocab_size = min(health.vocab_size for health in policy.engines)  # a tokenizer may have fewer tokens
         runners[kind, name] = runner
     return Orchestrator(
         pipeline,
@@ -255,3 +262,63 @@ def _sampler(
         cache_salt=lambda: str(policy.watcher.version),
         observe=drift.observe if kind is Kind.TRAIN else None,
     )
+
+
+def startup_lines(config: OrchestratorConfig, tasks: Mapping[tuple[Kind, str], int]) -> list[str]:
+    """Return a line for each environment. `tasks` is the number of tasks by kind and name."""
+    weights = {env.name: draw_weight(config, env, tasks[Kind.TRAIN, env.name]) for env in config.train.env}
+    lines = [
+        _training_line(config, env, tasks[Kind.TRAIN, env.name], weights[env.name] / sum(weights.values()))
+        for env in config.train.env
+    ]
+    defaults = config.eval
+    for entry in defaults.env:
+        total = tasks[Kind.EVAL, entry.name]
+        used = min(total, entry.num_examples or defaults.num_examples or total)
+        episodes, interval = entry.group_size or defaults.group_size, entry.interval or defaults.interval
+        each = "1 episode" if episodes == 1 else f"{episodes} episodes"
+        when = "every step" if interval == 1 else f"every {interval} steps"
+        lines.append(f"evaluation on {entry.name}: {used:,} tasks, {each} each, {when}")
+    return lines
+
+
+def draw_weight(config: OrchestratorConfig, env: TrainEnvConfig, tasks: int) -> float:
+    """Return an environment's `ratio` if any environment has one (1 for the others), else its number of tasks."""
+    by_ratio = any(other.ratio is not None for other in config.train.env)
+    return (env.ratio or 1.0) if by_ratio else float(tasks)
+
+
+def _training_line(config: OrchestratorConfig, env: TrainEnvConfig, tasks: int, share: float) -> str:
+    algo, curriculum = config.algo_of(env), config.curriculum_of(env)
+    parts = [
+        f"{tasks:,} tasks",
+        f"{share:.0%} of the draws",
+        f"groups of {env.group_size or config.group_size}",
+        f"algorithm {algo.type}",
+        f"sampler {curriculum.sampler.type if curriculum.sampler else 'shuffled'}",
+    ]
+    if curriculum.gate is not None and curriculum.gate.type != "none":
+        parts.append(f"gate {curriculum.gate.type}")
+    filters = [*config.pre_batch_filters, *config.post_batch_filters]
+    parts.append(f"filters {', '.join(f.label for f in filters if f.enforce) or 'none'}")
+    teacher = algo.sampling_source or getattr(algo, "teacher", None)
+    if isinstance(teacher, str):
+        parts.append(f"teacher the {teacher}")
+    elif teacher is not None:
+        parts.append(f"teacher {teacher.name} at {', '.join(teacher.base_url)}")
+    return f"training on {env.name}: {'; '.join(parts)}"
+
+
+def notify_changed_tasks(environments: Environments, journal: Journal, status: Status) -> None:
+    """Notify once for each environment whose tasks differ from the last start: its draws are positions in them.
+
+    The run continues, since a data set may have been fixed on purpose. The journal records the current tasks.
+    """
+    for (kind, name), (_, _, tasks) in environments.items():
+        now = fingerprint(task.data for task in tasks)
+        before = journal.exchange_data(kind, name, now)
+        if before is not None and (change := before.change_to(now)):
+            status.notify(
+                f"the tasks of the {kind} environment {name!r} have changed since the run last started: {change}. "
+                f"{CONSEQUENCES[kind]}"
+            )

@@ -107,8 +107,8 @@ class Lesson(msgspec.Struct):
     """Of its credited rollouts; empty if none was credited."""
     failed: int = 0
     """Number of its episodes, if no rollout was credited because all of them failed."""
-    story: str = ""
-    """Why they failed, for messages; not in the journal."""
+    error: str = ""
+    """Reason and detail of the last failure, for messages; not in the journal."""
     step: int = 0
     """The batch that was being collected when it finished."""
     tokens: int = 0
