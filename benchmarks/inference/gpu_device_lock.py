@@ -23,7 +23,7 @@ from headrace.inference.embedded.cuda.kv_storage import DeviceMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 
 GIB = 1 << 30
 SIZES = (1, 10, 40, 80)

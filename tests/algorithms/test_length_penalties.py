@@ -7,7 +7,7 @@ from headrace.algorithms.base import Tally
 from headrace.algorithms.length_penalties.efficiency import efficiency_bonus
 from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
 from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
-from headrace.rollout.cohort import Cohort
+from headrace.rollout.credit import Cohort
 
 
 def floats(*values: float) -> np.ndarray:

@@ -16,7 +16,7 @@ from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.hints import response_text
 from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
 from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
-from headrace.rollout.contrast import fold, modulate
+from headrace.rollout.credit import fold, modulate
 from headrace.rollout.types import Rollout
 from headrace.tools.check_algorithm.fixtures import algorithm_config
 from tests.algorithms.teachers import (

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.algorithms.echo import EchoConfig
 from headrace.algorithms.grpo import GrpoConfig
-from headrace.config.model_reference import FrozenModelConfig
+from headrace.config.model import FrozenModelConfig
 from tests.config.run_files import MINIMAL, algo, load_text, refusal, run
 
 URL = "http://host:8001/v1"

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from headrace.algorithms.grpo import GrpoConfig
-from headrace.config.annotations import sections_in
-from headrace.config.base import ConfigError
+from headrace.config.base import ConfigError, sections_in
 from headrace.config.files import dump
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.sft import SftConfig

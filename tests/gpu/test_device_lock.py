@@ -16,7 +16,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.observe.metrics import read_metrics
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, start, write_run_file
 

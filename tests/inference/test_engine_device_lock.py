@@ -19,7 +19,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 from tests.inference.plain_forward import assert_like_plain
 
 LONG = SamplingParams(ignore_eos=True)

@@ -18,7 +18,7 @@ from headrace.rollout.types import NOT_SAMPLED, Sample
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.trainer.probe import write_probe
-from headrace.transport.probes import ProbeStore
+from headrace.transport.batches import ProbeStore
 from tests.inference.plain_forward import run_all
 from tests.inference.serving import client_of_engine
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 from tests.inference.vllm_serving import LONG, publish, serving, tokens_of
 
 

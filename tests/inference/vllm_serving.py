@@ -13,7 +13,7 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import ChildDirectory, VllmProcess
 from headrace.rollout.version import Version
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 from headrace.transport.weights import WeightStore
 
 STAND_IN = Path(__file__).parent / "vllm_stand_in"

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.config.monitors import TensorboardConfig, WandbConfig
+from headrace.config.launch import TensorboardConfig, WandbConfig
 from headrace.observe.metrics import MetricsLog, Record
 from headrace.observe.monitors import (
     Forwarder,

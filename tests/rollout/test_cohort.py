@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.rollout.cohort import Cohort
+from headrace.rollout.credit import Cohort
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Rollout, Turn
 

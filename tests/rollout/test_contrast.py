@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
+from headrace.rollout.credit import contrast, fold, modulate, rollout_mean
 from tests.rollout.strategies import FIXED
 
 POSITIVE = np.array([-0.1, -1.0, -0.5])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.rollout.gradient_share import GradientShare, gradient_shares
+from headrace.rollout.routing import GradientShare, gradient_shares
 from headrace.rollout.types import Rollout
 from tests.rollout.strategies import sample
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from headrace.rollout.pass_at_k import pass_at_k, pass_rates
+from headrace.orchestrator.batch_metrics import pass_at_k, pass_rates
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig, Promises
-from headrace.config.model_reference import ModelReference
+from headrace.config.model import ModelReference
 from headrace.rollout.credit import center
 
 

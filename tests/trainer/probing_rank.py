@@ -11,7 +11,7 @@ from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.trainer.probe import write_probe
 from headrace.trainer.ranks import Ranks, leave
-from headrace.transport.probes import ProbeStore
+from headrace.transport.batches import ProbeStore
 
 
 def main(model_directory: Path, batch: Path, probes: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from headrace.observe.status import Status, read_status
 from headrace.trainer.device_lock import TrainerDeviceLock
-from headrace.transport.device_lock import POLL_S, DeviceLock
+from headrace.transport.lock import POLL_S, DeviceLock
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from headrace.rollout.types import NOT_SAMPLED
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.trainer.probe import choose, sampled_logprobs, write_probe
-from headrace.transport.probes import TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, random_samples, write_random_model
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 
 lock = DeviceLock(Path(sys.argv[1]), trainer=sys.argv[2] == "trainer")
 for order in sys.stdin:

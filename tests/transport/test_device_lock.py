@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 
 LOCK_HOLDER = Path(__file__).parent / "lock_holder.py"
 

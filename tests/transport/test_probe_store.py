@@ -7,7 +7,7 @@ import pytest
 
 from headrace.rollout.batch import Batch, BatchSample, SchemaError, encode_batch
 from headrace.rollout.version import Version
-from headrace.transport.probes import KEEP_LAST, TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import KEEP_LAST, TRAINER_LOGPROBS, ProbeStore
 from tests.rollout.strategies import sample
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.config.algorithms import Invariant
-from headrace.config.model_reference import FrozenModelConfig, ModelReference
+from headrace.config.model import FrozenModelConfig, ModelReference
 from headrace.inference.client.reference import Reference
 from headrace.rollout.types import Rollout, Sample, Task
 

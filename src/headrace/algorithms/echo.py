@@ -21,8 +21,7 @@ from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
 from headrace.algorithms.user_function import load_function, name_of
 from headrace.config.algorithms import ALGORITHMS, ImportConfig
-from headrace.config.base import Config
-from headrace.config.shorthand import spelled_out
+from headrace.config.base import Config, as_table
 from headrace.errors import InvalidValue
 from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import ROLES, Rollout, Sample
@@ -43,7 +42,7 @@ class EchoRoleConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _alpha_alone(cls, given: Any) -> Any:
-        return spelled_out(given, "alpha", (int, float))
+        return as_table(given, "alpha", (int, float))
 
 
 def _default_roles() -> dict[Role, EchoRoleConfig]:

@@ -25,8 +25,7 @@ from headrace.algorithms.length_penalty import LengthPenalty, LengthPenaltyConfi
 from headrace.algorithms.user_function import load_function, name_of, numbers
 from headrace.config.algorithms import FINAL, AlgorithmConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue
-from headrace.rollout.cohort import Cohort
-from headrace.rollout.credit import ROUNDING, center, standardize
+from headrace.rollout.credit import ROUNDING, Cohort, center, standardize
 
 Term = Callable[[Sequence[RolloutView]], Any]
 """A bonus, one number for each rollout of the group, in units of reward."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.algorithms.base import Tally
 from headrace.config.registry import Alternative, Registry
-from headrace.rollout.cohort import Cohort
+from headrace.rollout.credit import Cohort
 
 LENGTH_PENALTIES: Registry[LengthPenaltyConfig] = Registry("length penalty")
 LengthPenalty = Callable[[Cohort, Tally], np.ndarray]

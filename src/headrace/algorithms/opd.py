@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from headrace.algorithms.base import MakeContext, Survivor
 from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS
-from headrace.config.model_reference import ModelReference
+from headrace.config.model import ModelReference
 from headrace.errors import InvalidValue
 
 

@@ -18,7 +18,7 @@ from headrace.algorithms.base import MakeContext, RolloutView, Survivor
 from headrace.algorithms.hints import Hints, conversation_text
 from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS, check_template
-from headrace.config.model_reference import ModelReference
+from headrace.config.model import ModelReference
 from headrace.inference.client.reference import Reference
 from headrace.rollout.types import Task
 

@@ -8,7 +8,7 @@
 A is the sum that `headrace.algorithms.group_credit` makes with normalize = "std": penalty and terms are centered and
 not divided. A hint is the whole response of a sibling in the batch. All hints share one template, so that what it
 changes about the style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after the
-hint. U and M are then normalized each on its own (`headrace.rollout.contrast`). A rollout that has no correct or no
+hint. U and M are then normalized each on its own (`headrace.rollout.credit`). A rollout that has no correct or no
 incorrect sibling, or whose teacher fails, keeps its plain credit, all of it on U, and is counted.
 """
 
@@ -29,9 +29,9 @@ from headrace.algorithms.hints import Hints, draw_siblings, replies, response_te
 from headrace.algorithms.teacher import TaughtAlgorithm
 from headrace.algorithms.user_function import load_function
 from headrace.config.algorithms import ALGORITHMS, ImportConfig, Promises, check_template
-from headrace.config.model_reference import ModelReference
+from headrace.config.model import ModelReference
 from headrace.inference.client.reference import Reference, ReferenceFailed
-from headrace.rollout.contrast import contrast, fold, modulate, rollout_mean
+from headrace.rollout.credit import contrast, fold, modulate, rollout_mean
 from headrace.rollout.types import Rollout
 
 log = logging.getLogger(__name__)

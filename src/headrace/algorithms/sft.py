@@ -15,7 +15,7 @@ from pydantic import model_validator
 from headrace.algorithms.base import Algorithm, MakeContext
 from headrace.algorithms.teacher import DistillationConfig
 from headrace.config.algorithms import ALGORITHMS, AlgoSamplingConfig
-from headrace.config.model_reference import ModelReference, describe_model
+from headrace.config.model import ModelReference, describe_model
 from headrace.errors import InvalidValue
 
 

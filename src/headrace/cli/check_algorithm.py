@@ -11,9 +11,8 @@ from rich.console import Console
 
 from headrace import imports
 from headrace.cli.common import importable
-from headrace.config.base import ConfigError, Tree
+from headrace.config.base import ConfigError, Tree, as_table
 from headrace.config.files import read_file
-from headrace.config.shorthand import spelled_out
 from headrace.environments.fault import fault_of
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
@@ -80,7 +79,7 @@ def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
 
 def _algo(table: Tree) -> Tree | None:
     given = table.get("algo", table.get("advantage"))
-    return None if given is None else dict(spelled_out(given, "type"))
+    return None if given is None else dict(as_table(given, "type"))
 
 
 def _named(algorithm: str) -> Tree:

@@ -14,7 +14,7 @@ from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
 from headrace.runfile.explain import children, explain, find, kinds_of, summary_of, value_words, values_at
-from headrace.runfile.hackable.explain import explain_kwarg, kwargs_under
+from headrace.runfile.hackable.plugins import explain_kwarg, kwargs_under
 from headrace.runfile.hackable.sections import HackableConfig
 from headrace.runfile.hackable.translation import OWN_SECTIONS, is_hackable
 from headrace.runfile.reading import load, merge

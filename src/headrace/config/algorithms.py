@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import msgspec
 from pydantic import Field, model_validator
 
-from headrace.config.base import Config
-from headrace.config.model_reference import FrozenModelConfig, ModelReference
+from headrace.config.base import Config, as_table, merge_names, rename_key
+from headrace.config.model import FrozenModelConfig, ModelReference
 from headrace.config.registry import Alternative, Registry
-from headrace.config.shorthand import renamed, spelled_out, united
 from headrace.errors import InvalidValue
 
 ALGORITHMS: Registry[AlgorithmConfig] = Registry("algorithm", default="grpo")
@@ -57,7 +56,7 @@ class ImportConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _read_text_as_path(cls, given: Any) -> Any:
-        return spelled_out(given, "import_path")
+        return as_table(given, "import_path")
 
 
 class AlgorithmConfig(Alternative):
@@ -90,14 +89,14 @@ class AlgorithmConfig(Alternative):
     """The model that samples the episodes that are trained on."""
 
     @classmethod
-    def spell_out(cls, table: dict[str, Any]) -> dict[str, Any]:
+    def expand_shorthands(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Accept `advantage` as another name of the section, and `model` as another name of `teacher`."""
         if "advantage" in table:
-            other = spelled_out(table.pop("advantage"), "type")
-            table = united(table, other, "", "advantage")
+            other = as_table(table.pop("advantage"), "type")
+            table = merge_names(table, other, "", "advantage")
         section = ALGORITHMS.chosen_section(table)
         if "model" in table and section is not None and "teacher" in section.model_fields:
-            table = renamed(table, "model", "teacher")
+            table = rename_key(table, "model", "teacher")
         return table
 
     @property

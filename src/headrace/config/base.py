@@ -1,15 +1,15 @@
-"""Base of every section of a run file, and the error that a wrong one raises."""
+"""Base of every section of a run file, the types behind its annotations, and short forms of its keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Tag, model_validator
 
-from headrace.config.annotations import NoNumber, kinds_of
-from headrace.errors import BadInput
+from headrace.errors import BadInput, InvalidValue, shown_value
 
 Tree = dict[str, Any]
 """A run file as plain tables, lists and values."""
@@ -76,7 +76,7 @@ class Config(BaseModel):
         flags = [key for key, value in given.items() if isinstance(value, bool) and key in cls.model_fields]
         kinds = {key: kinds_of(cls.model_fields[key].annotation) for key in flags}
         wrong = [key for key in flags if {int, float} & kinds[key] and not {bool, Any} & kinds[key]]
-        return {**given, **{key: NoNumber(given[key]) for key in wrong}}
+        return {**given, **{key: BooleanForNumber(given[key]) for key in wrong}}
 
     @classmethod
     def alternatives(cls) -> list[type[BaseModel]]:
@@ -91,3 +91,127 @@ class Config(BaseModel):
     def notices(self) -> list[str]:
         """Return notices about a configuration that is valid but probably not intended."""
         return []
+
+
+IMPORTED = "imported"
+"""The tag of the alternative that is named by an import path, `package.module:Class`."""
+
+
+class BooleanForNumber(NamedTuple):
+    """Replaces a boolean where a number belongs, so that pydantic refuses it."""
+
+    given: bool
+
+
+class Member(NamedTuple):
+    """One of the types that a value may have."""
+
+    kind: Any
+    tags: tuple[str, ...] = ()
+    """The names under which pydantic locates an error in this member of a union."""
+
+
+def members_of(annotation: Any, tags: tuple[str, ...] = ()) -> Iterator[Member]:
+    """Yield the types that an annotation allows, looking through options, unions and registries."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *metadata = get_args(annotation)
+        yield from members_of(inner, tuple(entry.tag for entry in metadata if isinstance(entry, Tag)))
+    elif origin in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from members_of(member)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for section in alternatives_of(annotation):
+            own = type_values(section) or ((IMPORTED,) if "type" in section.model_fields else ())
+            yield Member(section, (*tags, *own))
+    elif annotation is not types.NoneType:
+        yield Member(annotation, tags)
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """Return the types that an annotation allows."""
+    return {member.kind for member in members_of(annotation)}
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that an annotation allows, each once, in its order, looking through lists and tables."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return alternatives_of(annotation)
+    if get_origin(annotation) is Literal:
+        return []
+    return list(dict.fromkeys(section for inner in get_args(annotation) for section in sections_in(inner)))
+
+
+def alternatives_of(section: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the sections that a field of this type takes: the registered ones for the base class of a registry."""
+    sections: list[type[BaseModel]] = getattr(section, "alternatives", lambda: [section])()
+    return sections
+
+
+def type_values(section: type[BaseModel]) -> tuple[Any, ...]:
+    """Return the values of `type` that choose a section; none where any text does, or where it has no such key."""
+    field = section.model_fields.get("type")
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+
+
+def is_type_of(section: type[BaseModel], value: Any) -> bool:
+    """Return whether this `type` chooses the section; an import path chooses one that takes any text."""
+    return value in type_values(section) or (":" in str(value) and not type_values(section))
+
+
+def sections_at(kind: type[BaseModel], path: Iterable[str]) -> list[type[BaseModel]]:
+    """Return the section types that a path of keys may hold, each once; positions in lists do not matter."""
+    sections = [kind]
+    for part in path:
+        if not part.isdecimal():
+            fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+            sections = [child for field in fields for child in sections_in(field.annotation)]
+    return list(dict.fromkeys(sections))
+
+
+def as_table(value: Any, key: str, plain: type | tuple[type, ...] = str) -> Any:
+    """Return the table that a plain value stands for: `"max_rl"` as `{type = "max_rl"}`."""
+    return {key: value} if isinstance(value, plain) and not isinstance(value, bool) else value
+
+
+def rename_key(table: dict[str, Any], other: str, name: str, within: str = "") -> dict[str, Any]:
+    """Return the table with the key `other` renamed to `name`."""
+    rest = {key: value for key, value in table.items() if key != other}
+    given = table[other]
+    return {**rest, name: merge_names(rest.get(name, given), given, f"{within}{name}", f"{within}{other}")}
+
+
+def merge_names(explicit: Any, given: Any, name: str, other: str) -> Any:
+    """Merge the values of a key `name` and of its other name `other`; raise if they differ.
+
+    An empty `name` is the section itself.
+    """
+    explicit, given = _expand_like(explicit, given), _expand_like(given, explicit)
+    if isinstance(explicit, dict) and isinstance(given, dict):
+        both = {
+            key: merge_names(explicit[key], value, f"{name}.{key}".removeprefix("."), f"{other}.{key}")
+            for key, value in given.items()
+            if key in explicit
+        }
+        return {**explicit, **given, **both}
+    if isinstance(explicit, list) and isinstance(given, list) and len(explicit) == len(given):
+        return [merge_names(*pair, name, other) for pair in zip(explicit, given, strict=True)]
+    if _as_list(explicit) != _as_list(given):
+        raise InvalidValue(
+            f"another name of {name}, which is {shown_value(explicit)}",
+            key=other,
+            value=given,
+            fix="Give one of them, or the same value twice.",
+        )
+    return explicit
+
+
+def _expand_like(value: Any, other: Any) -> Any:
+    """Write a plain value as a table where the other one is a table that such a value may stand for."""
+    short = next((key for key in ("type", "import_path", "alpha") if isinstance(other, dict) and key in other), None)
+    return value if short is None else as_table(value, short, (str, int, float))
+
+
+def _as_list(value: Any) -> Any:
+    """Return a single value as a list of one."""
+    return value if isinstance(value, list) else [value]

@@ -9,11 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
-from headrace.config.base import Config
+from headrace.config.base import Config, as_table, rename_key
 from headrace.config.curriculum import CurriculumConfig
 from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
 from headrace.config.registry import Alternative, Registry
-from headrace.config.shorthand import renamed, spelled_out
 from headrace.errors import InvalidValue
 from headrace.rollout.types import Rollout
 
@@ -64,8 +63,8 @@ def _fold_advantage(section: Any) -> Any:
     """Read `advantage` as another name of `algo`."""
     if not isinstance(section, dict) or "advantage" not in section:
         return section
-    tables = {key: spelled_out(section[key], "type") for key in ("algo", "advantage") if key in section}
-    return renamed({**section, **tables}, "advantage", "algo")
+    tables = {key: as_table(section[key], "type") for key in ("algo", "advantage") if key in section}
+    return rename_key({**section, **tables}, "advantage", "algo")
 
 
 class EvalEnvConfig(EnvConfig):

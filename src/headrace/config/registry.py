@@ -14,9 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from headrace.config.annotations import IMPORTED, type_values
-from headrace.config.base import Config
-from headrace.config.shorthand import spelled_out
+from headrace.config.base import IMPORTED, Config, as_table, type_values
 from headrace.errors import InvalidValue
 
 T = TypeVar("T", bound="Alternative")
@@ -68,10 +66,10 @@ class Registry(Generic[T]):
 
     def table(self, given: Any, base: type[T]) -> Any:
         """Write a section in the one form that is validated; refuse a type that is not registered."""
-        table = spelled_out(given, "type")
+        table = as_table(given, "type")
         if not isinstance(table, dict):
             return table
-        table = base.spell_out(dict(table))
+        table = base.expand_shorthands(dict(table))
         chosen = table.get("type", self.default)
         if chosen is None:
             fix = f"Set one of {', '.join(self.names)}."
@@ -107,7 +105,7 @@ class Alternative(Config):
     type: str
 
     @classmethod
-    def spell_out(cls, table: dict[str, Any]) -> dict[str, Any]:
+    def expand_shorthands(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Rewrite the short forms and other names of keys that all alternatives of the kind accept."""
         return table
 

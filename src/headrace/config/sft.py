@@ -10,9 +10,8 @@ from pydantic import Field, model_validator
 
 from headrace.config.base import Config
 from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig
+from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
 from headrace.config.model import MODEL_ORIGINS, RendererConfig
-from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.config.orchestrator import (
     NOTHING_EVALUATED,
     EvalConfig,

@@ -32,8 +32,7 @@ from headrace.errors import BadInput, InvalidValue
 from headrace.launch.own_code import add_code_folders, check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.orchestrator.filters.custom import CustomFilterConfig
-from headrace.runfile.problems import filled_sources
-from headrace.runfile.reading import load
+from headrace.runfile.reading import filled_sources, load
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import cached_model_directory, model_directory
 from headrace.text.renderer import make_renderer

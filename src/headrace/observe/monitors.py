@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.config.files import read_toml
-from headrace.config.monitors import TensorboardConfig, WandbConfig
+from headrace.config.launch import TensorboardConfig, WandbConfig
 from headrace.errors import BadInput
 from headrace.observe.metrics import Record, Tail, read_metrics
 from headrace.transport.files import write_atomically

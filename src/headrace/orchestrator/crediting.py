@@ -14,7 +14,7 @@ from renderers.default import DefaultRenderer
 from headrace.algorithms.base import Algorithm, Host, MakeContext
 from headrace.algorithms.user_function import name_of
 from headrace.config.algorithms import AlgorithmConfig
-from headrace.config.model_reference import FrozenModelConfig
+from headrace.config.model import FrozenModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient

@@ -34,7 +34,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.observe.metrics import Means
 from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample
 from headrace.rollout.version import Version
-from headrace.transport.probes import TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,12 @@
-"""Route sampled tokens to a loss component by weight streams, and check that the losses have the streams they read.
-
-This is the last step before a batch ships, so that no batch is written that the trainer would refuse.
-"""
+"""Loss components of tokens: routing by weight streams, checks before a batch ships, and shares of the gradient."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from headrace.rollout.types import KNOWN_STREAMS, Sample
+from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
 
 
 def route_actions(sample: Sample, component: Literal["rl", "ce", "ref_kl"]) -> None:
@@ -51,3 +48,49 @@ def training_problem(sample: Sample) -> str:
     if not np.isfinite(logprobs).all():
         return f"the sampling logprob of a token is {logprobs[~np.isfinite(logprobs)][0]}"
     return ""
+
+
+class GradientShare(NamedTuple):
+    """Of one rollout in one loss component: the sum over its member tokens, and their number."""
+
+    total: float
+    members: int
+
+
+def gradient_shares(rollout: Rollout) -> dict[str, GradientShare]:
+    """Return how much a rollout's tokens contribute to the gradient of each loss component that trains any of them.
+
+    The absolute gradient with respect to a member token's logprob, at the policy that sampled it, summed over them:
+
+        rl      |A| * w
+        ce      w
+        ref_kl  |ref - logprob| * w
+
+    The trainer divides a component by its member tokens in the whole step; callers that have the whole step do the
+    same. This is a proxy: it leaves out what a loss masks or clips, how far the policy has moved since, and how
+    strongly a token's logprob depends on the weights.
+    """
+    shares: dict[str, GradientShare] = {}
+    for sample in rollout.samples:
+        weights = {"rl": sample.streams.get("rl_weights", np.ones(len(sample))) * sample.mask}
+        weights |= {
+            name: sample.streams[f"{name}_weights"] for name in ("ce", "ref_kl") if f"{name}_weights" in sample.streams
+        }
+        for component, weight in weights.items():
+            members = np.flatnonzero(weight[1:]) + 1  # the first token of a sequence has no loss
+            if len(members):
+                sizes = np.abs(weight[members].astype(np.float64) * _slopes(component, sample, members))
+                before = shares.get(component, GradientShare(0.0, 0))
+                shares[component] = GradientShare(before.total + float(sizes.sum()), before.members + len(members))
+    return shares
+
+
+def _slopes(component: str, sample: Sample, members: np.ndarray) -> np.ndarray | float:
+    """Return the derivative of the loss at each member token, for a weight of 1."""
+    if component == "ce":
+        return 1.0
+    stream = "advantages" if component == "rl" else "ref_logprobs"
+    if stream not in sample.streams:
+        raise ValueError(f"a sample has {component} tokens but no {stream}: its algorithm has not set them")
+    values: np.ndarray = sample.streams[stream][members].astype(np.float64)
+    return values if component == "rl" else values - sample.logprobs[members]

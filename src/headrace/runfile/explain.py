@@ -23,8 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headrace.config.annotations import sections_at, sections_in, type_values
-from headrace.config.base import ConfigError
+from headrace.config.base import ConfigError, sections_at, sections_in, type_values
 from headrace.runfile.foreign_keys import HINTS, OTHER_NAMES
 
 TYPE_SENTENCE = "Which kind of section this is: it decides what other keys there are."

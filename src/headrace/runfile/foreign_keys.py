@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.config.shorthand import spelled_out, united
+from headrace.config.base import as_table, merge_names
 
 _EVAL_OVERLAPS = (
     "evaluation shares permits with training and nothing is cancelled for it; orchestrator.max_inflight_rollouts "
     "bounds both"
 )
 
-HABITS: dict[str, str] = {
+IGNORED_KEYS: dict[str, str] = {
     "orchestrator.buffer": (
         "there is no buffer to tune: orchestrator.pre_batch_filters decides what enters a batch, and the source "
         "refills what they reject"
@@ -65,15 +65,15 @@ OTHER_NAMES: dict[str, str] = {
 """What a key is called elsewhere: an unknown key of this name suggests ours."""
 
 
-def fold_habits(tree: dict[str, Any]) -> list[str]:
+def replace_foreign_keys(tree: dict[str, Any]) -> list[str]:
     """Remove or move the known foreign keys in `tree`; returns one notice for each."""
     notices = []
-    for path, advice in HABITS.items():
+    for path, advice in IGNORED_KEYS.items():
         if _remove(tree, path.split(".")) is not None:
             notices.append(f"{path} is not a key of Headrace and is ignored: {advice}.")
     for path, ours in MOVED.items():
         if (value := _remove(tree, path.split("."))) is not None:
-            _set(tree, ours, spelled_out(value, "name") if ours == "model" else value, path)
+            _set(tree, ours, as_table(value, "name") if ours == "model" else value, path)
             notices.append(f"{path} is read as {ours}.")
     return notices
 
@@ -94,4 +94,4 @@ def _set(tree: dict[str, Any], key: str, value: Any, other: str) -> None:
     *parents, name = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
-    tree[name] = united(tree.get(name, value), value, key, other)
+    tree[name] = merge_names(tree.get(name, value), value, key, other)

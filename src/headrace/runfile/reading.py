@@ -1,22 +1,45 @@
-"""Read a run file: files merged left to right, overrides on top, every problem named at once."""
+"""Read a run file: files merged left to right, overrides on top, every problem named at once.
+
+The errors of pydantic become `BadInput` with the whole dotted key, its source, and a similar known key.
+"""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from headrace.config.annotations import is_type_of, sections_at
-from headrace.config.base import COMMAND_LINE, Config, ConfigError, Origins, Tree
+from headrace.config.base import (
+    COMMAND_LINE,
+    BooleanForNumber,
+    Config,
+    ConfigError,
+    Member,
+    Origins,
+    Tree,
+    is_type_of,
+    members_of,
+    sections_at,
+)
 from headrace.config.files import OWN_ARGUMENTS, read_file
-from headrace.errors import InvalidValue
-from headrace.runfile.foreign_keys import fold_habits
-from headrace.runfile.problems import explain_all, located
+from headrace.errors import BadInput, InvalidValue
+from headrace.runfile.explain import nearest, suggest_key
+from headrace.runfile.foreign_keys import replace_foreign_keys
 
 T = TypeVar("T", bound=Config)
+
+EXPECTED = {
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
+    "list_type": "must be a list",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+}
+"""Facts by pydantic's error type, where pydantic's own message names Python classes."""
 
 
 def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) -> tuple[T, list[str]]:
@@ -27,9 +50,10 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
     notices: list[str] = []
     for file in files:
         content = read_file(file)
-        notices += _folded(content, Origins(str(file)))  # before the merge: what is later replaces what is earlier
+        # Before the merge: what is later replaces what is earlier.
+        notices += _replace_foreign_keys(content, Origins(str(file)))
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
-        spell_out(kind.TEXT_FOR, content, tree)
+        expand_texts(kind.TEXT_FOR, content, tree)
         written = leaves(content)
         drop_alternatives(kind, tree, written)
         merge(tree, content)
@@ -52,7 +76,7 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
 def validate(kind: type[T], tree: Tree, where: str | Origins) -> tuple[T, list[str]]:
     """Check a plain tree against its type; `where` its values were written is named in errors."""
     origins = Origins(where) if isinstance(where, str) else where
-    notices = _folded(tree, origins)
+    notices = _replace_foreign_keys(tree, origins)
     try:
         config = kind.model_validate(tree)
     except ValidationError as error:
@@ -60,10 +84,10 @@ def validate(kind: type[T], tree: Tree, where: str | Origins) -> tuple[T, list[s
     return config, notices + config.notices()
 
 
-def _folded(tree: Tree, origins: Origins) -> list[str]:
+def _replace_foreign_keys(tree: Tree, origins: Origins) -> list[str]:
     """Remove or move the foreign keys in `tree`; returns one notice for each."""
     try:
-        return fold_habits(tree)
+        return replace_foreign_keys(tree)
     except InvalidValue as error:
         raise ConfigError.combine([located(error, origins)]) from error
 
@@ -111,7 +135,7 @@ def _drop_equal(section: Tree, name: str, value: Any) -> None:
         del section[name]
 
 
-def spell_out(text_for: Mapping[str, str], content: Tree, tree: Tree) -> None:
+def expand_texts(text_for: Mapping[str, str], content: Tree, tree: Tree) -> None:
     """Replace texts in a file by the tables that they stand for, so that later sources can set further keys.
 
     Such a text replaces the whole table of earlier files in `tree`.
@@ -247,3 +271,85 @@ def put_algorithm_keys(section: Tree, overrides: Sequence[str]) -> None:
         if len(path) > 2 and isinstance(text := section.get(path[1]), str):
             section[path[1]] = {} if text == "policy" else {"type": text}
         put({"algo": section}, path, value)
+
+
+def explain_all(
+    kind: type[BaseModel], error: ValidationError, filled_from: Mapping[str, str], origins: Origins
+) -> list[BadInput]:
+    """Return every problem once; a key that `filled_from` fills does not repeat the problem of its source."""
+    problems: dict[tuple[str, str], BadInput] = {}
+    for details in error.errors():
+        key, known = _trace(kind, details)
+        if not any((source, details["type"]) in problems for source in filled_sources(key, filled_from)):
+            problems[key, details["type"]] = located(_explain(kind, details, key, known), origins)
+    return list(problems.values())
+
+
+def filled_sources(key: str, filled_from: Mapping[str, str]) -> list[str]:
+    """Return the keys that fill a key which is not set."""
+    return [f"{s}{key.removeprefix(t)}" for t, s in filled_from.items() if f"{key}.".startswith(f"{t}.")]
+
+
+def located(problem: BadInput, origins: Origins) -> BadInput:
+    """Set the file in which the key is written; a key from the command line becomes an option."""
+    source = origins.of(problem.key or "")
+    if source != COMMAND_LINE:
+        problem.file = source
+    elif problem.key:
+        problem.key = f"--{problem.key}"
+    return problem
+
+
+def _explain(kind: type[BaseModel], details: Any, key: str, known: list[str]) -> BadInput:
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidValue):
+        whole_key = ".".join(part for part in (key, cause.key) if part)
+        return BadInput(cause.fact, key=whole_key, value=cause.value, fix=cause.fix, file=cause.file, line=cause.line)
+    if details["type"] == "extra_forbidden":
+        close = nearest(kind, key, known)
+        if close == ".".join(part for part in key.split(".") if not part.isdecimal()):
+            return BadInput("a key of another `type`", key=key, fix=f"This one has {', '.join(known)}.")
+        return BadInput("unknown key", key=key, fix=suggest_key(key, close))
+    if details["type"] == "missing":
+        return BadInput("required, and not set", key=key)
+    if details["type"] == "value_error":
+        return BadInput(details["msg"].removeprefix("Value error, "), key=key)
+    value = details["input"].given if isinstance(details["input"], BooleanForNumber) else details["input"]
+    fact = EXPECTED.get(details["type"]) or details["msg"].replace("Input should be", "must be")
+    fix = None
+    if value is True:
+        fix = f"--{key} without a value means true: give it one."
+    elif details["type"] == "list_type" and isinstance(value, dict):
+        value, fix = None, f"Write [[{key}]], once for each entry."
+    return BadInput(fact, key=key or "configuration", value=value, fix=fix)
+
+
+def _trace(kind: type[BaseModel], details: Any) -> tuple[str, list[str]]:
+    """Return the dotted key of an error, and the keys of the section there.
+
+    The location of pydantic also has tags of unions and names of types in it, which are left out.
+    """
+    unknown = details["type"] == "extra_forbidden"
+    path: list[Any] = []
+    members = [Member(kind)]
+    for part in details["loc"][:-1] if unknown else details["loc"]:
+        chosen = [member for member in members if part in member.tags] if len(members) > 1 else []
+        inside = [inner for member in members for inner in _types_under(member.kind, part)]
+        if chosen:
+            members = chosen
+        elif inside:
+            path.append(part)
+            members = [member for annotation in inside for member in members_of(annotation)]
+    if unknown:
+        path.append(details["loc"][-1])
+    known = [name for member in members for name in getattr(member.kind, "model_fields", ())]
+    return ".".join(str(part) for part in path), known
+
+
+def _types_under(kind: Any, part: Any) -> list[Any]:
+    """Return the types of the values that a key or a position leads to."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind.model_fields[part].annotation] if part in kind.model_fields else []
+    if get_origin(kind) is dict and part != "[key]":
+        return [get_args(kind)[1]]
+    return list(get_args(kind)) if isinstance(part, int) else []

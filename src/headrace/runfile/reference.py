@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from headrace.config.algorithms import ALGORITHMS
-from headrace.config.annotations import sections_at
+from headrace.config.base import sections_at
 from headrace.config.sft import SftConfig
 from headrace.runfile.explain import Explanation, children, explain, kinds_of
 from headrace.runfile.hackable.sections import HackableConfig

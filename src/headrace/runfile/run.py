@@ -9,12 +9,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from headrace.config.algorithms import hinted_length
-from headrace.config.annotations import sections_at
-from headrace.config.base import Config, Origins, Tree
+from headrace.config.base import Config, Origins, Tree, sections_at
 from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig
+from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
-from headrace.config.monitors import TensorboardConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import InvalidValue, shown_value

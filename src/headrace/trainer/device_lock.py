@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from headrace.observe.status import Status, wait_until
-from headrace.transport.device_lock import POLL_S, DeviceLock
+from headrace.transport.lock import POLL_S, DeviceLock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.types import NOT_SAMPLED, Sample
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
-from headrace.transport.probes import TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
 
 
 def write_probe(

@@ -9,13 +9,13 @@
       tensors.json                  manifest of weights that stay in the trainer's memory transport/weights_link.py
       adapter_config.json           of a published LoRA adapter                           transport/adapter.py
     weights/acknowledged.json     the version that all engines sample from                transport/weights.py
-    probes/v-INC-STEP.safetensors sequences with trainer logprobs, to measure drift       transport/probes.py
+    probes/v-INC-STEP.safetensors sequences with trainer logprobs, to measure drift       transport/batches.py
     endpoints/NAME.json           addresses and keys of inference servers                 transport/endpoint.py
     rollouts/step-N.parquet       rollouts of a step, also eval-step-N.parquet            transport/rollout_files.py
     tokens/step-N/                token tables of selected steps                          transport/token_exports.py
     checkpoints/step-N/           trainer checkpoints                                     trainer/checkpoint.py
     model/                        the final model                                         trainer/model.py
-    turns/                        the lock of a device shared by trainer and engine       transport/device_lock.py
+    turns/                        the lock of a device shared by trainer and engine       transport/lock.py
     .PROCESS.lock                 held by the one process of that name                    transport/lock.py
     status/                       state of each process, for the terminal view            observe/status.py
     metrics.jsonl                 metrics of all processes                                observe/metrics.py

@@ -5,9 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from headrace.transport.batches import BatchStore
+from headrace.transport.batches import BatchStore, ProbeStore
 from headrace.transport.files import MARKER
-from headrace.transport.probes import ProbeStore
 from headrace.transport.token_exports import TokenExports
 from headrace.transport.weights import WeightStore
 

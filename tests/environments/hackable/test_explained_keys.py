@@ -12,8 +12,7 @@ from headrace.cli.main import main
 from headrace.config.base import ConfigError
 from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
 from headrace.runfile.explain import explain, keys
-from headrace.runfile.hackable.explain import SENTENCES, explain_kwarg
-from headrace.runfile.hackable.plugins import objective_named, provider_named, reward_named
+from headrace.runfile.hackable.plugins import SENTENCES, explain_kwarg, objective_named, provider_named, reward_named
 from headrace.runfile.hackable.sections import HackableConfig
 from tests.environments.hackable.files import small
 

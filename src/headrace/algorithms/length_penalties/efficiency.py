@@ -14,7 +14,7 @@ from pydantic import Field
 
 from headrace.algorithms.base import Tally
 from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
-from headrace.rollout.cohort import Cohort
+from headrace.rollout.credit import Cohort
 
 
 @LENGTH_PENALTIES.register

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from headrace.algorithms.base import Tally
 from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.errors import InvalidValue
-from headrace.rollout.cohort import Cohort
+from headrace.rollout.credit import Cohort
 
 
 @LENGTH_PENALTIES.register

@@ -14,7 +14,7 @@ import torch
 from headrace.inference.backend import EngineError
 from headrace.inference.embedded.cuda.kv_storage import OutOfDeviceMemory
 from headrace.inference.embedded.engine import Engine
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 
 log = logging.getLogger(__name__)
 

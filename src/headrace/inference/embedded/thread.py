@@ -22,7 +22,7 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError, read_checked_marker
 from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
-from headrace.transport.device_lock import POLL_S, DeviceLock
+from headrace.transport.lock import POLL_S, DeviceLock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

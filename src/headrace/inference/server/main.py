@@ -32,8 +32,8 @@ from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.transport.device_lock import POLL_S, DeviceLock
 from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
+from headrace.transport.lock import POLL_S, DeviceLock
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked
 

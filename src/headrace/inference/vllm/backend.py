@@ -34,7 +34,7 @@ from headrace.inference.vllm.process import VllmProcess
 from headrace.inference.weights.errors import read_checked_marker
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
-from headrace.transport.device_lock import POLL_S, DeviceLock
+from headrace.transport.lock import POLL_S, DeviceLock
 from headrace.transport.weights import WeightsMarker
 from headrace.transport.weights_link import is_linked
 

@@ -20,7 +20,7 @@ from headrace.inference.vllm.adapters import rank_for
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import ChildDirectory, VllmFailed, VllmProcess
 from headrace.machine import free_memory, raise_open_file_limit, visible_gpus
-from headrace.transport.device_lock import DeviceLock
+from headrace.transport.lock import DeviceLock
 
 WORKER = "headrace.inference.vllm.worker.PublishedWeightsWorker"
 RESERVED_ARGUMENTS = frozenset(

@@ -17,7 +17,14 @@ from pydantic import ValidationError
 from headrace.config.base import ConfigError, Origins, Tree
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
-from headrace.runfile.hackable.names import rename_keys, table_at, unknown_keys
+from headrace.runfile.hackable.names import (
+    contradictions,
+    rename_keys,
+    table_at,
+    trackers,
+    translate_trainer,
+    unknown_keys,
+)
 from headrace.runfile.hackable.plugins import (
     Plugin,
     check_kwargs,
@@ -37,9 +44,7 @@ from headrace.runfile.hackable.sections import (
     NamedTrainerConfig,
 )
 from headrace.runfile.hackable.storage import PathResolver, may_be_on_the_hub, tokens, variables
-from headrace.runfile.hackable.trainer import contradictions, trackers, translate_trainer
-from headrace.runfile.problems import explain_all, located
-from headrace.runfile.reading import merge
+from headrace.runfile.reading import explain_all, located, merge
 
 OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
 ENVIRONMENT = "hackable"

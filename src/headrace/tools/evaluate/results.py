@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import BadInput
-from headrace.orchestrator.batch_metrics import MAX_FAILED_SHARE
-from headrace.rollout.pass_at_k import pass_rates
+from headrace.orchestrator.batch_metrics import MAX_FAILED_SHARE, pass_rates
 from headrace.tools.evaluate.completions import Correctness, ScoredEpisode
 
 RESAMPLES = 1000

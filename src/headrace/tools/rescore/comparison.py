@@ -1,7 +1,7 @@
 """Comparison of two credits of the same rollouts: which rollouts have a signal, and their shares of the gradient.
 
 "Then" is the credit that the run trained on, "now" that of another algorithm. The share of a rollout
-(`headrace.rollout.gradient_share`) divides each loss component by its member tokens in the step, and is summed over
+(`headrace.rollout.routing`) divides each loss component by its member tokens in the step, and is summed over
 components and steps.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from headrace.rollout.gradient_share import GradientShare, gradient_shares
+from headrace.rollout.routing import GradientShare, gradient_shares
 from headrace.rollout.types import Rollout, Sample
 from headrace.tools.rescore.credit import Rescored
 

@@ -20,8 +20,7 @@ from headrace.algorithms.base import Algorithm, RolloutView, Survivor
 from headrace.algorithms.length_penalty import LengthPenalty
 from headrace.errors import Failure
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
-from headrace.rollout.cohort import Cohort
-from headrace.rollout.credit import center
+from headrace.rollout.credit import Cohort, center
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import TRUNCATED, Rollout, Task
 

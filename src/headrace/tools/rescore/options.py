@@ -8,7 +8,7 @@ from typing import NamedTuple
 from headrace.algorithms.length_penalty import LengthPenaltyConfig
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config, ConfigError, Tree
-from headrace.config.model_reference import FrozenModelConfig
+from headrace.config.model import FrozenModelConfig
 from headrace.runfile.reading import put_algorithm_keys, validate
 from headrace.runfile.run import RunConfig
 
