@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.environments.agents.chat_completions import ChatRequest, response_body
-from headrace.environments.agents.episode import Episode
-from headrace.environments.agents.transcript import Transcript
+from headrace.environments.agents.episode import Episode, Transcript
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Turn

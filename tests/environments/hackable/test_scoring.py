@@ -22,7 +22,7 @@ from headrace.environments.hackable import (
     build_rewards,
 )
 from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
-from headrace.environments.rewards.time_limit import MAX_STUCK_CALLS
+from headrace.environments.time_limit import MAX_STUCK_CALLS
 from headrace.rollout.types import Rollout
 from tests.environments.hackable.completions import thought
 

@@ -1,6 +1,6 @@
 """Training of existing agents: an agent that uses OpenAI's client gets a local URL, and its calls are trained.
 
-`proxy.py` serves the policy at that URL, `transcript.py` recognizes replies that are sent back, `program.py` is the
+`proxy.py` serves the policy at that URL, `episode.py` recognizes replies that are sent back, `program.py` is the
 environment for run files.
 """
 

@@ -8,7 +8,6 @@ agent gets are refused. A stream is sent once the reply is complete.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +21,8 @@ from headrace.inference.server.request_bodies import (
     envelope,
     unsupported_in,
 )
+from headrace.inference.server.streaming import cut
 from headrace.rollout.types import Message
-
-log = logging.getLogger(__name__)
 
 IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (None, 1),
@@ -79,18 +77,12 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class IgnoredSettings:
-    """Warns once about each setting of agents that is ignored."""
-
-    def __init__(self) -> None:
-        self._reported: set[str] = set()
-
-    def report(self, request: ChatRequest) -> None:
-        fields = [field for field, neutral in IGNORED.items() if getattr(request, field) not in neutral]
-        new = [field for field in (*fields, *unsupported_in(request)) if field not in self._reported]
-        if new:
-            self._reported.update(new)
-            log.warning("an agent sets %s: ignored, since the run decides how the policy is sampled", ", ".join(new))
+def ignored_settings(request: ChatRequest) -> list[str]:
+    """Return the settings of a request that are ignored."""
+    return [
+        *(field for field, neutral in IGNORED.items() if getattr(request, field) not in neutral),
+        *unsupported_in(request),
+    ]
 
 
 class Choice(NamedTuple):
@@ -137,28 +129,20 @@ def _openai_message(request: ChatRequest, choice: Choice) -> tuple[dict[str, Any
     The text is cut at the request's stop strings, although the reply was sampled to its end.
     """
     source = choice.visible
-    text = source["content"].strip("\n")
-    ends = [position for stop in request.stops if stop and (position := text.find(stop)) >= 0]
-    if ends:
-        text = text[: min(ends)]
-    calls = [
-        {
-            "id": call_id,
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call_id, call in zip(choice.call_ids, source.get("tool_calls", ()), strict=True)
-        if not ends
-    ]
+    whole = source["content"].strip("\n")
+    text = cut(whole, [stop for stop in request.stops if stop])
+    is_cut = text != whole
+    calls = []
+    for call_id, call in zip(choice.call_ids, source.get("tool_calls", ()), strict=True):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "id": call_id, "function": {**call["function"], "arguments": arguments}})
+    calls = [] if is_cut else calls
     message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
     if source.get("reasoning_content"):
         message["reasoning_content"] = source["reasoning_content"]
     if calls:
         message["tool_calls"] = calls
-    if choice.reply.truncated and not ends:
+    if choice.reply.truncated and not is_cut:
         return message, "length"
     return message, "tool_calls" if calls else "stop"
 

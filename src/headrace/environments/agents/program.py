@@ -1,23 +1,28 @@
-"""`id = "agent"`: an agent named in a run file, a function or a program, on tasks from a file or a function."""
+"""`id = "agent"`: an agent named in a run file, a function or a program, on tasks from a file or a function.
+
+A program is one process per episode. With all that it has started it forms a process group, which is killed when the
+program ends or its episode is cancelled; if this process is killed, a reaper process does the same (`reaper.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import json
 import os
 import random
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from headrace.environments.agents.environment import AgentEnvironment, Endpoint, Score
-from headrace.environments.agents.process import Processes
+from headrace.environments.agents import reaper
+from headrace.environments.agents.environment import AgentCrashed, AgentEnvironment, Endpoint, Score
 from headrace.environments.arguments import (
     BadArgument,
     bound,
@@ -26,17 +31,23 @@ from headrace.environments.arguments import (
     check_number,
     import_argument,
 )
+from headrace.environments.child_process import describe_exit, kill_group
 from headrace.environments.data.tables import FILES, read_rows
+from headrace.environments.time_limit import ThreadCall
 from headrace.rollout.types import Message, Task
 
 MAX_REWARD = 1e9
+MAX_ERROR_CHARS = 2000
+"""Characters at the end of a failed program's standard error that are reported."""
+MAX_OUTPUT_BYTES = 16 << 20
 
 
 class AgentProgram(AgentEnvironment):
     """Runs an agent that is one of two:
 
     - `agent`, the import path of a function, called as `function(data, base_url=..., api_key=..., model=...)` with a
-      task's data; its return value is the result. One that is not `async` runs in a thread.
+      task's data; its return value is the result. One that is not `async` runs in a thread, which cannot be killed:
+      after its episode it fails at its next request to the model.
     - `command`, a program, started for each episode with the task's data as JSON on its standard input, and
       OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; its standard output is the result.
 
@@ -82,7 +93,7 @@ class AgentProgram(AgentEnvironment):
             variables = {f"OPENAI_{name.upper()}": value for name, value in endpoint._asdict().items()}
             return await self._processes.run(self._command, json.dumps(data).encode(), {**os.environ, **variables})
         call = functools.partial(self._agent, data, **endpoint._asdict())
-        result = call() if inspect.iscoroutinefunction(self._agent) else await _run_in_thread(call)
+        result = call() if inspect.iscoroutinefunction(self._agent) else await ThreadCall(call).result()
         return await result if inspect.isawaitable(result) else result
 
     async def score(self, result: Any, data: dict[str, Any], messages: list[Message]) -> Score:
@@ -134,30 +145,82 @@ def _rows(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, A
     return bound(_function(tasks, "tasks"), args, within="task_args.")
 
 
-async def _run_in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function that blocks, such as on model calls, in a thread of its own, so that hundreds run at once.
+class Processes:
+    """The running programs, and their reaper. Output goes to files, so that a full pipe never blocks a program."""
 
-    The loop's default executor has few threads. A thread cannot be killed: after its episode it fails at its next
-    request to the model.
-    """
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    def __init__(self) -> None:
+        self._running: set[int] = set()
+        self._reaper: subprocess.Popen[bytes] | None = None
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not outcome.done():
-            outcome.set_result((result, error))
+    async def run(self, command: Sequence[str], stdin: bytes, variables: Mapping[str, str]) -> str:
+        """Run a program with this standard input and return its standard output. Raises `AgentCrashed`."""
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                env=dict(variables),
+                start_new_session=True,
+            )
+            try:
+                self._watch(process.pid)
+                status = await _feed(process, stdin)  # the program starts once it has its input, when it is watched
+            finally:
+                await self._end(process)
+            if status != 0:
+                text = _read(errors)[-MAX_ERROR_CHARS:].strip() or "empty"
+                raise AgentCrashed(
+                    f"the program {describe_exit(status)}; its standard error: {text}", place=f"status {status}"
+                )
+            return _read(output)
 
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = context.run(function)
-        except BaseException as raised:  # sys.exit() included
-            error = raised
-        with suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(settle, result, error)
+    async def close(self) -> None:
+        """End the reaper, which kills what still runs."""
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+            await asyncio.to_thread(self._reaper.wait)
+            self._reaper = None
 
-    threading.Thread(target=work, name="agent", daemon=True).start()
-    result, error = await outcome
-    if error is not None:
-        raise error
-    return result
+    def _watch(self, group: int) -> None:
+        self._running.add(group)
+        if self._reaper is None or self._reaper.poll() is not None:  # it was killed
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for other in self._running - {group}:
+                self._notify(f"+{other}\n")
+        self._notify(f"+{group}\n")
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the program and its process group."""
+        kill_group(process.pid)
+        await process.wait()
+        self._running.discard(process.pid)
+        with suppress(BrokenPipeError):  # the next program starts another reaper
+            self._notify(f"-{process.pid}\n")
+
+    def _notify(self, line: str) -> None:
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.write(line.encode())
+            self._reaper.stdin.flush()
+
+
+async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> int:
+    """Write its standard input, which it may leave unread, and return its exit status."""
+    assert process.stdin is not None
+    process.stdin.write(stdin)
+    with suppress(BrokenPipeError, ConnectionResetError):
+        await process.stdin.drain()
+    process.stdin.close()
+    return await process.wait()
+
+
+def _read(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_OUTPUT_BYTES))
+    return file.read().decode(errors="replace")

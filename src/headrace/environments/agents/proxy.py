@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from headrace.environments.agents.chat_completions import (
     ChatRequest,
-    IgnoredSettings,
+    ignored_settings,
     response_body,
     response_events,
 )
@@ -39,6 +40,8 @@ from headrace.inference.server.replies import (
     unless_gone,
 )
 from headrace.machine import raise_open_file_limit
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
@@ -59,7 +62,8 @@ class Proxy:
         self.model = model
         self._describe_tools = describe_tools
         self._episodes: dict[str, Episode] = {}
-        self._ignored = IgnoredSettings()
+        self._reported: set[str] = set()
+        """Settings of agents that are ignored, after the warning about them."""
         self._created = int(time.time())
         self._listener: socket.socket | None = None
         self._server: _Server | None = None
@@ -111,7 +115,7 @@ class Proxy:
     async def _chat(self, http: HttpRequest) -> Response:
         episode = self._episode(http)
         request = await self._request(http)
-        self._ignored.report(request)
+        self._warn_of_ignored(request)
         choices = await unless_gone(http.receive, episode.reply(request))
         if request.stream:
             return Response(response_events(request, choices, self.model), media_type="text/event-stream")
@@ -120,6 +124,11 @@ class Proxy:
     async def _request(self, http: HttpRequest) -> ChatRequest:
         async with read_body(http, MAX_BODY_BYTES, self._large) as content:
             return decode_body(content, ChatRequest)
+
+    def _warn_of_ignored(self, request: ChatRequest) -> None:
+        if new := [name for name in ignored_settings(request) if name not in self._reported]:
+            self._reported.update(new)
+            log.warning("an agent sets %s: ignored, since the run decides how the policy is sampled", ", ".join(new))
 
     async def _models(self, http: HttpRequest) -> Response:
         self._episode(http)

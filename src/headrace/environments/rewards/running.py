@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from headrace.environments.base import EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.environments.rewards.base import AnyReward, Data, batch_arguments, close, form_of, name_of
-from headrace.environments.rewards.time_limit import Limited, OutOfTime
 from headrace.environments.sandbox import CallFailed, CallTimeout
+from headrace.environments.time_limit import Limited, OutOfTime
 from headrace.errors import BadInput
 
 FAILED = "reward_failed"

@@ -9,11 +9,13 @@ called any more until one of them returns. Left out: processes, which could be k
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import ctypes
 import inspect
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 MAX_STUCK_CALLS = 16
@@ -64,30 +66,34 @@ class Limited:
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= MAX_STUCK_CALLS:
             raise OutOfTime(f"it is not called again, since {MAX_STUCK_CALLS} earlier calls have still not returned")
-        call = _ThreadCall(self._function, args)
+        call = ThreadCall(partial(self._function, *args))
         try:
-            value, error = await call.outcome
+            return await call.result()
         except asyncio.CancelledError:
             if call.abandon():
                 self._stuck.append(call.thread)
             raise
-        if error is not None:
-            raise error
-        return value
 
 
-class _ThreadCall:
-    """One call in a thread of its own. `outcome` is the value that it returned and the exception that it raised."""
+class ThreadCall:
+    """One call in a thread of its own, so that hundreds run at once: the loop's default executor has few threads."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._args = args
+        self._context = contextvars.copy_context()
         self._loop = asyncio.get_running_loop()
-        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        self._outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
         self._returned = False
         self._returning = threading.Lock()
         self.thread = threading.Thread(target=self._run, daemon=True)  # a stuck one must not keep the process alive
         self.thread.start()
+
+    async def result(self) -> Any:
+        """Return the function's value, or raise its exception, sys.exit() included."""
+        value, error = await self._outcome
+        if error is not None:
+            raise error
+        return value
 
     def abandon(self) -> bool:
         """Interrupt the call, unless it has returned. Python raises the exception before the thread's next line."""
@@ -101,7 +107,7 @@ class _ThreadCall:
         value, error = None, None
         try:
             try:
-                value = self._function(*self._args)
+                value = self._context.run(self._function)
             except BaseException as raised:
                 error = raised
             with self._returning:
@@ -112,5 +118,5 @@ class _ThreadCall:
             self._loop.call_soon_threadsafe(self._settle, value, error)
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result((value, error))
+        if not self._outcome.done():
+            self._outcome.set_result((value, error))
