@@ -19,9 +19,8 @@ from headrace.orchestrator import shutdown
 from headrace.rollout.types import Rollout, Task
 from headrace.rollout.version import Version
 from headrace.tools.evaluate.candidates import Candidate
-from headrace.tools.evaluate.completions import Correctness
-from headrace.tools.evaluate.episodes import Conditions
-from headrace.tools.evaluate.evaluation import Evaluation, EvaluationOutcome, evaluate, select_examples
+from headrace.tools.evaluate.episodes import Evaluation
+from headrace.tools.evaluate.evaluation import EvaluationOutcome, evaluate, select_examples
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir
@@ -43,8 +42,7 @@ def asked(output: Path, model: Path, **changes: Any) -> Evaluation:
         "samples": 2,
         "sampling": {"temperature": 1.0},
     } | changes
-    conditions = Conditions(given["samples"], given["sampling"], None, None, None, Correctness(), 8, None, str(model))
-    return Evaluation(output, given["env"], given["args"], 0, 6, conditions, {}, [], "HEADRACE_API_KEY")
+    return Evaluation(output, **given, num_examples=6, concurrency=8, tokenizer=str(model))
 
 
 def at(run: RunDir) -> Candidate:
@@ -159,8 +157,7 @@ def test_the_tags_of_thoughts_are_those_of_the_environment_or_of_its_tasks(
     assert select_examples(environment, evaluation).pairs == pairs
     pool = WorkerPool(environment, env, args, size=1)
     assert select_examples(pool, evaluation).pairs == pairs
-    given = evaluation.conditions._replace(tags=("<a>", "</a>"))
-    assert select_examples(environment, evaluation._replace(conditions=given)).pairs == [("<a>", "</a>")]
+    assert select_examples(environment, evaluation._replace(tags=("<a>", "</a>"))).pairs == [("<a>", "</a>")]
 
 
 def tagged(**kwargs: Any) -> list[TrainingSample]:

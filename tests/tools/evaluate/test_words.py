@@ -16,8 +16,6 @@ from headrace.environments.single_turn import environment
 from headrace.errors import BadInput
 from headrace.text.tokenizer import Tokenizer
 from headrace.tools.evaluate.candidates import Candidate
-from headrace.tools.evaluate.completions import Correctness
-from headrace.tools.evaluate.episodes import Conditions
 from headrace.tools.evaluate.evaluation import Evaluation, evaluate
 from headrace.tools.evaluate.report import write_report
 from headrace.tools.evaluate.results import zero_shot_record
@@ -40,19 +38,10 @@ def silent(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
     yield lambda: None
 
 
-def asked(output: Path, tokenizer: Path | None = None, **conditions: Any) -> Evaluation:
-    given: dict[str, Any] = {"sampling": {"temperature": 0.0, "max_tokens": 32}, "seq_len": None, "tags": None}
-    given |= conditions
-    made = Conditions(
-        samples=1,
-        seed=7,
-        correct=Correctness(),
-        concurrency=4,
-        timeout=None,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        **given,
-    )
-    return Evaluation(output, f"{__name__}:shout", {}, 0, None, made, {}, [], "WORDS_KEY")
+def asked(output: Path, tokenizer: Path | None = None, **changes: Any) -> Evaluation:
+    given: dict[str, Any] = {"sampling": {"temperature": 0.0, "max_tokens": 32}, "seed": 7, "concurrency": 4} | changes
+    directory = None if tokenizer is None else str(tokenizer)
+    return Evaluation(output, f"{__name__}:shout", {}, tokenizer=directory, key_var="WORDS_KEY", **given)
 
 
 def word_in(request: dict[str, Any]) -> str:

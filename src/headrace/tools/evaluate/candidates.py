@@ -35,6 +35,17 @@ class Candidate(NamedTuple):
         number = Path(self.source).name.removeprefix("step-")
         return int(number) if self.kind == "checkpoint" and number.isdecimal() else None
 
+    @property
+    def resolved_source(self) -> str:
+        path = Path(self.source)
+        return str(path.resolve()) if path.exists() else self.source
+
+    @property
+    def modified_ns(self) -> int | None:
+        """The newest modification time of the weights on disk."""
+        files = Path(self.source).glob(MARKER if self.kind == "checkpoint" else "*.safetensors")
+        return max((file.stat().st_mtime_ns for file in files), default=None)
+
 
 def find_models(targets: Sequence[str], *, permanent: bool) -> list[Candidate]:
     """Return the models of all targets in order, without duplicates; runs of a folder in natural sort order."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace.environments.base import Environment
@@ -61,24 +62,37 @@ class Examples(NamedTuple):
         return list(dict.fromkeys(self.tags.values()))
 
 
-class Conditions(NamedTuple):
-    """The settings that are the same for every model."""
+class Evaluation(NamedTuple):
+    """The settings of an evaluation, the same for every model."""
 
-    samples: int
-    """Episodes per example."""
+    output: Path
+    env: str
+    args: dict[str, Any]
     sampling: dict[str, Any]
     """Those of `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens` that are set."""
-    seq_len: int | None
+    samples: int = 1
+    """Episodes per example."""
+    num_examples: int | None = None
+    seq_len: int | None = None
     """Maximum tokens of a conversation; unset: the server's maximum."""
-    seed: int | None
-    tags: Tags | None
+    seed: int | None = None
+    tags: Tags | None = None
     """Reasoning tags; unset: those of the environment."""
-    correct: Correctness
-    concurrency: int
+    correct: Correctness = Correctness()
+    concurrency: int = 256
     """Concurrent episodes per engine."""
-    timeout: float | None
+    timeout: float | None = None
     """Timeout of an episode in seconds."""
-    tokenizer: str | None
+    workers: int = 0
+    """Worker processes of the environment; 0: none."""
+    renderer: Mapping[str, Any] = MappingProxyType({})
+    """Options that override those of a model's run."""
+    serve_options: Sequence[str] = ()
+    engines: int | None = None
+    """Concurrent engines on this machine; unset: one per GPU, or as many as the cores allow."""
+    key_var: str = "HEADRACE_API_KEY"
+    """The environment variable with the API key of endpoints."""
+    tokenizer: str | None = None
     """The model directory for endpoints whose model name is not a local directory."""
     endpoint_model: str | None = None
     """The model of an endpoint that has several."""
@@ -103,33 +117,30 @@ async def run_episodes(
     environment: Environment,
     examples: Examples,
     served: ServedModelUrls,
-    renderer: dict[str, Any],
-    conditions: Conditions,
+    evaluation: Evaluation,
     done: CompletionsFile,
     save: Callable[[Sequence[Rollout]], None],
     progress: Callable[[], None],
 ) -> None:
     """Run the missing episodes. Each that ends is appended to `done` and saved before `progress` is called."""
-    async with _connect(served, renderer, conditions) as access:
+    async with _connect(served, evaluation) as access:
 
         def keep(episode: Episode, rollouts: Sequence[Rollout]) -> None:
             key, tokens = episode.group.task.key, access.count_tokens(episode, rollouts)
-            tags, correct = examples.tags[key], conditions.correct
+            tags, correct = examples.tags[key], evaluation.correct
             done.append(make_completion(key, episode.index, rollouts, access.thinking, tags, correct, tokens))
             save(rollouts)
             progress()
 
         tasks = examples.tasks
-        concurrency = conditions.concurrency * len(served.urls)
-        run = EpisodeRun(environment, tasks[0].env, access.contexts, conditions.timeout, concurrency, keep)
-        left = missing(tasks, conditions.samples, done, together=environment.scores_groups)
+        concurrency = evaluation.concurrency * len(served.urls)
+        run = EpisodeRun(environment, tasks[0].env, access.contexts, evaluation.timeout, concurrency, keep)
+        left = missing(tasks, evaluation.samples, done, together=environment.scores_groups)
         await run.run([(task, left[task.key]) for task in tasks if task.key in left])
 
 
 @asynccontextmanager
-async def _connect(
-    served: ServedModelUrls, renderer: dict[str, Any], conditions: Conditions
-) -> AsyncIterator[ModelAccess]:
+async def _connect(served: ServedModelUrls, evaluation: Evaluation) -> AsyncIterator[ModelAccess]:
     """Connect with token ids to Headrace servers, and with chat completions to others."""
     client = EngineClient(served.urls, timeout=REPLY_TIMEOUT_S, retry_for=RETRY_FOR_S, api_key=served.key)
     try:
@@ -140,33 +151,29 @@ async def _connect(
                 raise
             engines = None  # the server does not have the Headrace API
         if engines is not None:
-            yield _token_access(_make_sampler(client, engines, served, renderer, conditions))
+            yield _token_access(_make_sampler(client, engines, served, evaluation))
             return
     finally:
         await client.close()
-    model = await _connect_chat(served, renderer, conditions)
+    model = await _connect_chat(served, evaluation)
     try:
-        yield _text_access(model, conditions)
+        yield _text_access(model, evaluation)
     finally:
         await model.close()
 
 
 def _make_sampler(
-    client: EngineClient,
-    engines: Sequence[Health],
-    served: ServedModelUrls,
-    renderer: dict[str, Any],
-    conditions: Conditions,
+    client: EngineClient, engines: Sequence[Health], served: ServedModelUrls, evaluation: Evaluation
 ) -> Sampler:
     max_model_len = min(engine.max_model_len for engine in engines)
-    if conditions.seq_len is not None and conditions.seq_len > max_model_len:
+    if evaluation.seq_len is not None and evaluation.seq_len > max_model_len:
         raise BadInput(
             f"the server takes at most {max_model_len} tokens",
             key="--seq-len",
-            value=conditions.seq_len,
+            value=evaluation.seq_len,
             fix=f"Lower it to {max_model_len}, or leave it out.",
         )
-    configured, served_name = served.directory or conditions.tokenizer, engines[0].model
+    configured, served_name = served.directory or evaluation.tokenizer, engines[0].model
     if configured is None and not Path(served_name).is_dir():
         raise BadInput(
             f"the server calls its model {served_name}, which is not a directory on this machine",
@@ -176,13 +183,12 @@ def _make_sampler(
     directory = model_directory(configured or served_name)
     tokenizer = Tokenizer(directory)
     try:
-        chat_format = make_renderer(directory, tokenizer, **renderer)
+        chat_format = make_renderer(directory, tokenizer, **evaluation.renderer)
     except ValueError as error:
-        raise BadInput(
-            f"the chat format cannot be rendered: {error}", key="--renderer", value=renderer or None
-        ) from error
-    seq_len = conditions.seq_len or max_model_len
-    return Sampler(client, chat_format, tokenizer, seq_len, **conditions.sampling, seed=conditions.seed)
+        fact = f"the chat format cannot be rendered: {error}"
+        raise BadInput(fact, key="--renderer", value=evaluation.renderer or None) from error
+    seq_len = evaluation.seq_len or max_model_len
+    return Sampler(client, chat_format, tokenizer, seq_len, **evaluation.sampling, seed=evaluation.seed)
 
 
 def _token_access(sampler: Sampler) -> ModelAccess:
@@ -200,27 +206,26 @@ def _token_access(sampler: Sampler) -> ModelAccess:
     return ModelAccess(sampler, thinking, tokens)
 
 
-async def _connect_chat(served: ServedModelUrls, renderer: dict[str, Any], conditions: Conditions) -> ServedModel:
+async def _connect_chat(served: ServedModelUrls, evaluation: Evaluation) -> ServedModel:
     """Return the model of servers that have only chat completions, after a test request."""
     where = ", ".join(served.chat_urls)
-    if conditions.seq_len is not None or renderer:
-        option, value = ("--renderer", renderer) if renderer else ("--seq-len", conditions.seq_len)
-        raise BadInput(
-            f"{where} has only chat completions, without token ids", key=option, value=value, fix="Leave it out."
-        )
-    name = await find_model(served.chat_urls, served.key_var, conditions.endpoint_model, RETRY_FOR_S)
+    for option, value in (("--renderer", evaluation.renderer or None), ("--seq-len", evaluation.seq_len)):
+        if value is not None:
+            fact = f"{where} has only chat completions, without token ids"
+            raise BadInput(fact, key=option, value=value, fix="Leave it out.")
+    name = await find_model(served.chat_urls, served.key_var, evaluation.endpoint_model, RETRY_FOR_S)
     model = ServedModel(
         name, served.chat_urls, api_key_var=served.key_var, timeout=REPLY_TIMEOUT_S, retry_for=RETRY_FOR_S
     )
-    sampling = {key: value for key, value in conditions.sampling.items() if key != "max_tokens"}
+    sampling = {key: value for key, value in evaluation.sampling.items() if key != "max_tokens"}
     await model.check_chat(sampling_keys(**sampling), 0)
     log.info("%s has only chat completions: token counts come from its usage reports", where)
     return model
 
 
-def _text_access(model: ServedModel, conditions: Conditions) -> ModelAccess:
-    contexts = TextContexts(model, conditions.sampling, conditions.seed)
-    tokenizer = None if conditions.tokenizer is None else Tokenizer(model_directory(conditions.tokenizer))
+def _text_access(model: ServedModel, evaluation: Evaluation) -> ModelAccess:
+    contexts = TextContexts(model, evaluation.sampling, evaluation.seed)
+    tokenizer = None if evaluation.tokenizer is None else Tokenizer(model_directory(evaluation.tokenizer))
     count = None if tokenizer is None else lambda text: len(tokenizer.encode(text))
 
     def written(rollout: Rollout) -> list[str]:

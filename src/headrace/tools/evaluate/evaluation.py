@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,10 +26,10 @@ from headrace.orchestrator.shutdown import wait_until_closed
 from headrace.rollout.types import Task
 from headrace.tools.evaluate.candidates import Candidate
 from headrace.tools.evaluate.completions import CompletionsFile, ScoredEpisode
-from headrace.tools.evaluate.episodes import Conditions, Examples, Tags, missing, run_episodes, save_rollouts
+from headrace.tools.evaluate.episodes import Evaluation, Examples, Tags, missing, run_episodes, save_rollouts
 from headrace.tools.evaluate.results import ModelResult, compute_result, failures_notice, missing_tags_notice
 from headrace.tools.evaluate.servers import EngineSet, Machine, engine_urls, gpus_per_engine, plan_engine_sets, serving
-from headrace.transport.files import MARKER, write_atomically
+from headrace.transport.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -38,40 +37,6 @@ COMPLETIONS = "completions.jsonl"
 
 Progress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
 """Shows the progress of a model from its name, finished and total episodes; yields a callback per finished episode."""
-
-
-class Evaluation(NamedTuple):
-    output: Path
-    env: str
-    args: dict[str, Any]
-    workers: int
-    """Worker processes of the environment; 0: none."""
-    num_examples: int | None
-    conditions: Conditions
-    renderer: dict[str, Any]
-    """Options that override those of a model's run."""
-    serve_options: Sequence[str]
-    key_var: str
-    engines: int | None = None
-    """Concurrent engines on this machine; unset: one per GPU, or as many as the cores allow."""
-
-    def settings(self, candidate: Candidate, weights: Any, tags: Sequence[Tags]) -> dict[str, Any]:
-        """Return the settings that episodes depend on, without the numbers of examples and samples."""
-        conditions = self.conditions
-        return {
-            "model": str(Path(candidate.source).resolve()) if Path(candidate.source).exists() else candidate.source,
-            "weights": weights,
-            "environment": self.env,
-            "args": self.args,
-            "sampling": conditions.sampling,
-            "seq_len": conditions.seq_len,
-            "seed": conditions.seed,
-            "tags": list(tags[0]) if len(tags) == 1 else [list(pair) for pair in tags],
-            "correct": conditions.correct.name,
-            **({} if conditions.correct.solved is None else {"solved": conditions.correct.solved}),
-            "renderer": self.renderer,
-            **({} if conditions.endpoint_model is None else {"endpoint_model": conditions.endpoint_model}),
-        }
 
 
 class EvaluationOutcome(NamedTuple):
@@ -120,25 +85,22 @@ def _is_incomplete(evaluation: Evaluation, candidate: Candidate, environment: En
     if not path.is_file():
         return True
     with closing(CompletionsFile(path)) as done:
-        samples = evaluation.conditions.samples
+        samples = evaluation.samples
         return bool(missing(examples.tasks, samples, done, together=environment.scores_groups))
 
 
 def select_examples(environment: Environment, evaluation: Evaluation) -> Examples:
     """Return the first tasks without duplicates, and their reasoning tags: those configured, else the environment's."""
     tasks = list({task.key: task for task in tasks_of(environment, evaluation.env)}.values())[: evaluation.num_examples]
-    configured = evaluation.conditions.tags
+    configured = evaluation.tags
     return Examples(tasks, {task.key: configured or _tags(environment, task) for task in tasks})
 
 
 def _tags(environment: Environment, task: Task) -> Tags:
     tags: Any = environment.thinking_tags(task)
     if not (isinstance(tags, tuple | list) and len(tags) == 2 and all(isinstance(tag, str) and tag for tag in tags)):
-        raise BadInput(
-            "must be two texts, the tags around reasoning",
-            key=f"{type(environment).__name__}.thinking_tags",
-            value=tags,
-        )
+        key = f"{type(environment).__name__}.thinking_tags"
+        raise BadInput("must be two texts, the tags around reasoning", key=key, value=tags)
     return tags[0], tags[1]
 
 
@@ -153,13 +115,12 @@ async def _try_evaluate(
     """Evaluate one model; a failure becomes its outcome, so that the other models continue."""
     try:
         return await _evaluate(evaluation, candidate, environment, examples, free_engines, progress)
-    except (Failure, EngineCallError) as error:
-        failure: Exception = error
-        message = str(error)
     except Exception as error:
-        log.exception("%s could not be evaluated", candidate.name)
-        failure, message = error, f"{type(error).__name__}: {error}"
-    return EvaluationOutcome(ModelResult(candidate.name, candidate.source, failure=message), [], failure)
+        message = str(error)
+        if not isinstance(error, Failure | EngineCallError):
+            log.exception("%s could not be evaluated", candidate.name)
+            message = f"{type(error).__name__}: {error}"
+        return EvaluationOutcome(ModelResult(candidate.name, candidate.source, failure=message), [], error)
 
 
 async def _evaluate(
@@ -171,25 +132,24 @@ async def _evaluate(
     progress: Progress,
 ) -> EvaluationOutcome:
     folder, tasks = evaluation.output / candidate.name, examples.tasks
-    settings, conditions = await _settings(evaluation, candidate, examples), evaluation.conditions
+    settings = await _settings(evaluation, candidate, examples)
     write_atomically(folder / "settings.json", msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
     with closing(CompletionsFile(folder / COMPLETIONS)) as done:
-        if left := missing(tasks, conditions.samples, done, together=environment.scores_groups):
-            total = len(tasks) * conditions.samples
-            renderer = _renderer_options(candidate) | evaluation.renderer
+        if left := missing(tasks, evaluation.samples, done, together=environment.scores_groups):
+            total = len(tasks) * evaluation.samples
+            own = evaluation._replace(renderer={**_renderer_options(candidate), **evaluation.renderer})
             options = evaluation.serve_options, evaluation.key_var, folder / "serve.log"
             async with _acquire_engines(candidate, free_engines) as engines:
                 with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
                     saving = save_rollouts(folder / "rollouts", candidate.step or 0)
                     async with serving(candidate, *options, engines) as served, saving as save:
-                        await run_episodes(environment, examples, served, renderer, conditions, done, save, ended)
-        scored = [done.scored[task.key, sample] for task in tasks for sample in range(conditions.samples)]
-    result = compute_result(candidate.name, candidate.source, scored, conditions.samples, conditions.correct)
+                        await run_episodes(environment, examples, served, own, done, save, ended)
+        scored = [done.scored[task.key, sample] for task in tasks for sample in range(evaluation.samples)]
+    result = compute_result(candidate.name, candidate.source, scored, evaluation.samples, evaluation.correct)
     if all(episode.error for episode in scored):
         reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
-        return EvaluationOutcome(
-            ModelResult(candidate.name, candidate.source, failure=f"every episode failed: {reasons}"), []
-        )
+        failed = ModelResult(candidate.name, candidate.source, failure=f"every episode failed: {reasons}")
+        return EvaluationOutcome(failed, [])
     result.run, result.step = str(candidate.run or ""), candidate.step
     result.thinking_tags = examples.pairs
     result.notices = list(filter(None, [missing_tags_notice(scored, examples.pairs), failures_notice(result)]))
@@ -210,7 +170,10 @@ async def _acquire_engines(candidate: Candidate, free_engines: asyncio.Queue[Eng
 
 
 async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Examples) -> dict[str, Any]:
-    """Return the settings of a candidate's episodes; raises `BadInput` if its saved episodes have others."""
+    """Return the settings that a candidate's episodes depend on, without the numbers of examples and samples.
+
+    Raises `BadInput` if its saved episodes have others.
+    """
     weights: Any
     if candidate.kind == "endpoint":  # names and versions from Headrace servers; None from others or if they are gone
         client = EngineClient(engine_urls(candidate), api_key=key_in(evaluation.key_var))
@@ -218,8 +181,23 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
         await client.close()
         weights = sorted({f"{each.model} {each.version}" for each in health.values()}) or None
     else:  # the newest modification time: a model that was trained further is another model
-        weights = _modified_ns(candidate)
-    folder, settings = evaluation.output / candidate.name, evaluation.settings(candidate, weights, examples.pairs)
+        weights = candidate.modified_ns
+    tags, correct = examples.pairs, evaluation.correct
+    settings = {
+        "model": candidate.resolved_source,
+        "weights": weights,
+        "environment": evaluation.env,
+        "args": evaluation.args,
+        "sampling": evaluation.sampling,
+        "seq_len": evaluation.seq_len,
+        "seed": evaluation.seed,
+        "tags": list(tags[0]) if len(tags) == 1 else [list(pair) for pair in tags],
+        "correct": correct.name,
+        **({} if correct.solved is None else {"solved": correct.solved}),
+        "renderer": dict(evaluation.renderer),
+        **({} if evaluation.endpoint_model is None else {"endpoint_model": evaluation.endpoint_model}),
+    }
+    folder = evaluation.output / candidate.name
     path = folder / "settings.json"
     if not path.is_file() or not (folder / COMPLETIONS).is_file():
         return settings
@@ -241,11 +219,6 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
     if changed:
         raise BadInput.combine(changed)
     return settings
-
-
-def _modified_ns(candidate: Candidate) -> int | None:
-    files = Path(candidate.source).glob(MARKER if candidate.kind == "checkpoint" else "*.safetensors")
-    return max((file.stat().st_mtime_ns for file in files), default=None)
 
 
 def _renderer_options(candidate: Candidate) -> dict[str, Any]:
