@@ -8,8 +8,9 @@ DEV := $(VENV)/.dev-installed
 VLLM_PYTHON ?= .venv-vllm/bin/python
 VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installed)
 # One worker for each core, and one thread in each worker: pools of threads would wait for each other's cores. All tests
-# of a file run in one worker, so that their fixtures are made once.
-WORKERS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+# of a file run in one worker, so that their fixtures are made once. Hundreds of tests start processes: bytecode is cached.
+WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
+	--dist=loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-full test-vllm lint docs snapshots lock clean
 .DEFAULT_GOAL := help

@@ -1,31 +1,43 @@
 """The garbage collector of a process that has loaded everything."""
 
-import gc
+import subprocess
+import sys
 
+import pytest
+
+PROGRAM = """
+import gc
 from headrace.machine import frozen_gc
 
-
-class Loop:
-    """An object that only the cyclic garbage collector deletes."""
-
-    def __init__(self) -> None:
-        self.own = self
+class Loop:  # only the cyclic garbage collector deletes it
+    def __init__(self, name):
+        self.own, self.name = self, name
         made.append(self)
 
-    def __del__(self) -> None:
-        deleted.append(id(self))
+    def __del__(self):
+        deleted.append(self.name)
 
-
-made: list[Loop] = []
-deleted: list[int] = []
-
-
-def test_objects_from_before_are_not_collected_while_frozen():
-    older = id(Loop())
-    with frozen_gc():
-        newer = id(Loop())
-        made.clear()
-        gc.collect()
-        assert deleted == [newer]
+made, deleted = [], []
+{first}
+Loop("older")
+with frozen_gc():
+    Loop("newer")
+    made.clear()
     gc.collect()
-    assert deleted == [newer, older]
+    print(*deleted)
+gc.collect()
+print(*deleted)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "deleted_after"),
+    [("", ["newer", "older"]), ("gc.freeze()", ["newer"])],
+    ids=["alone", "where objects were frozen before"],
+)
+def test_objects_from_before_are_not_collected_while_frozen(first: str, deleted_after: list[str]):
+    program = PROGRAM.format(first=first)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    inside, after = ended.stdout.splitlines()
+    assert inside.split() == ["newer"], ended.stderr
+    assert after.split() == deleted_after

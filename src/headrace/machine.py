@@ -55,11 +55,13 @@ def frozen_gc() -> Iterator[None]:
     """Exclude all objects that exist now from garbage collections in the block; enter once everything is loaded.
 
     A full collection over the objects of torch and transformers blocks the process for a third of a second or more,
-    about every thousand requests.
+    about every thousand requests. Where objects were excluded before, all stay so: only all at once can be included.
     """
+    frozen_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()

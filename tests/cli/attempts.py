@@ -2,13 +2,15 @@
 
 A server imports the command line once. Each attempt is a fork of it that runs the real `main` in a directory, and
 reports the exit code, what was printed, the fields of the error, the processes that it tried to start, and whether
-torch was imported. Run as a program, this module is the server; `Attempts` is its client.
+torch was imported. The server then imports what modules of ours the attempt imported, for those that follow. Run as a
+program, this module is the server; `Attempts` is its client.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -57,19 +59,21 @@ class Outcome:
 class Attempts:
     """The client of the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        """`variables`: environment variables on top of those of the tests."""
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.attempts"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
+            env={**os.environ, **variables},
         )
 
-    def try_command(self, argv: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None) -> Outcome:
-        """Run `headrace ARGV` in a directory, with environment variables on top of those of the tests."""
+    def try_command(self, argv: Sequence[str], directory: Path) -> Outcome:
+        """Run `headrace ARGV` in a directory."""
         assert self._server.stdin is not None and self._server.stdout is not None
-        request = {"argv": list(argv), "directory": str(directory), "variables": dict(variables or {})}
+        request = {"argv": list(argv), "directory": str(directory)}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         outcome = json.loads(self._server.stdout.readline())
@@ -82,6 +86,8 @@ class Attempts:
 
 def serve(requests: Iterator[str]) -> None:
     """Answer each line of JSON with another, from a fork that does what it says."""
+    from headrace.config.sft import SftConfig
+    from headrace.runfile.run import RunConfig
     from headrace.text.renderer import make_renderer
     from headrace.text.tokenizer import Tokenizer
     from headrace.trainer.tiny import write_tiny_settings
@@ -89,25 +95,35 @@ def serve(requests: Iterator[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_settings(Path(directory))
         make_renderer(directory, Tokenizer(directory))  # the first one imports those of all families
-    gc.freeze()
-    assert "torch" not in sys.modules
+    for kind in (RunConfig, SftConfig):
+        kind.model_rebuild()  # its validators
     for line in requests:
-        sys.stdout.flush()
+        assert "torch" not in sys.modules
+        gc.freeze()
+        imported, answer = os.pipe()
         child = os.fork()
         if not child:
+            before = set(sys.modules)
             signal.alarm(TIMEOUT_S)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
                 outcome = attempt(**json.loads(line))
             outcome |= {"out": out.getvalue(), "err": err.getvalue()}
             os.write(1, (json.dumps(outcome, default=str) + "\n").encode())
+            if not outcome["imported_torch"]:
+                ours = [name for name in sys.modules if name.startswith("headrace.") and name not in before]
+                os.write(answer, " ".join(ours).encode())
             os._exit(0)
+        os.close(answer)
+        with open(imported) as names:
+            for name in names.read().split():
+                importlib.import_module(name)
         if status := os.waitpid(child, 0)[1]:
             lost = Outcome(status, "", f"ended without an answer: wait status {status}", (), (), False)
             print(json.dumps(asdict(lost)), flush=True)
 
 
-def attempt(argv: list[str], directory: str, variables: dict[str, str]) -> dict[str, Any]:
+def attempt(argv: list[str], directory: str) -> dict[str, Any]:
     """Run the command line in this process, which is given up afterwards."""
     from headrace.cli import main as command_line
     from headrace.cli.errors import Explanation, explain
@@ -126,7 +142,6 @@ def attempt(argv: list[str], directory: str, variables: dict[str, str]) -> dict[
         return explain(error)
 
     os.chdir(directory)
-    os.environ |= variables
     sys.argv = ["headrace", *argv]
     command_line.explain = note  # type: ignore[attr-defined]
     sys.addaudithook(watch)

@@ -366,8 +366,9 @@ def commands(wrong: Wrong) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def attempts() -> Iterator[Attempts]:
-    server = Attempts()
+def attempts(model: Path) -> Iterator[Attempts]:
+    cache = str(model.parent / "cache")
+    server = Attempts({"HEADRACE_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
     yield server
     server.close()
 
@@ -401,8 +402,7 @@ def write(folder: Path, files: Mapping[str, str | bytes], model: Path) -> None:
 
 
 def attempt(attempts: Attempts, folder: Path, model: Path, command: str) -> Outcome:
-    variables = {"HEADRACE_CACHE": str(model.parent / "cache"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return attempts.try_command(shlex.split(command.replace("MODEL", str(model))), folder, variables)
+    return attempts.try_command(shlex.split(command.replace("MODEL", str(model))), folder)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.orchestrator.simulation import Simulation
 
-CHUNK = 500
+CHUNK = 100
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def chunks(first: int, last: int, fast: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("first", chunks(0, 6000, fast=500))
+@pytest.mark.parametrize("first", chunks(0, 6000, fast=200))
 async def test_random_schedules_lose_nothing_leak_nothing_and_end(first: int):
     for seed in range(first, first + CHUNK):
         simulation = Simulation(seed)
@@ -30,7 +30,7 @@ async def test_random_schedules_lose_nothing_leak_nothing_and_end(first: int):
         simulation.check_end()
 
 
-@pytest.mark.parametrize("first", chunks(6000, 10_000, fast=500))
+@pytest.mark.parametrize("first", chunks(6000, 10_000, fast=200))
 async def test_random_schedules_with_kills_and_restarts_account_for_every_draw_once(first: int):
     for seed in range(first, first + CHUNK):
         simulation = Simulation(seed, kills=3)
@@ -54,7 +54,7 @@ async def test_at_level_0_a_run_that_was_killed_draws_credits_and_trains_what_an
         assert killed.journal.totals() == whole.journal.totals()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, pytest.param(2, marks=pytest.mark.full)])
 async def test_more_than_a_week_of_traffic_with_twenty_kills_adds_up(seed: int):
     simulation = Simulation(seed, kills=20, max_steps=200, pace=600.0)
     began = simulation.now
