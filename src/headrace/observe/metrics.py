@@ -49,8 +49,7 @@ class MetricsLog:
     """Appends to the run's `metrics.jsonl`, which all processes of the run share."""
 
     def __init__(self, path: Path, process: str) -> None:
-        self.path = path
-        self.process = process
+        self.path, self.process = path, process
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -72,8 +71,7 @@ class Tail:
     """Reads the records appended since the last call."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path = path
-        self.offset = offset
+        self.path, self.offset = path, offset
 
     def read(self) -> list[Record]:
         if not self.path.exists() or self.path.stat().st_size <= self.offset:

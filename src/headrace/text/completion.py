@@ -45,8 +45,7 @@ class CompletionParser:
 
     def __init__(self, renderer: Renderer, tokenizer: Tokenizer) -> None:
         self.stop_token_ids = list(renderer.get_stop_token_ids())
-        self._renderer = renderer
-        self._tokenizer = tokenizer
+        self._renderer, self._tokenizer = renderer, tokenizer
 
     def parse(self, prompt_ids: list[int], ids: list[int], tools: Tools, first_call: int = 0) -> ParsedCompletion:
         """Return the message, tool calls and raw text of a sampled completion.

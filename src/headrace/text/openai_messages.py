@@ -207,11 +207,8 @@ def _canonical_call(key: str, call: dict[str, Any]) -> dict[str, Any]:
         raise InvalidMessage(f"not JSON: {error}", key=f"{key}.function.arguments", value=arguments) from error
     if not isinstance(parsed, dict):
         raise InvalidMessage("must be a JSON object", key=f"{key}.function.arguments", value=arguments)
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": parsed},
-    }
+    called = {"name": function["name"], "arguments": parsed}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": called}
 
 
 def _parse_call(number: int, call: Any) -> ToolCall:

@@ -29,16 +29,9 @@ _PROMPT = [
     {"role": "user", "content": "Again?"},
 ]
 _WITH_REPLY = [*_PROMPT, {"role": "assistant", "content": "Hello again."}]
-_TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_ADD = {"name": "add", "description": "Adds.", "parameters": _PARAMETERS}
+_TOOLS: list[Any] = [{"type": "function", "function": _ADD}]
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 _WITH_TOOL_RESULT: list[dict[str, Any]] = [
     {"role": "user", "content": "Add."},

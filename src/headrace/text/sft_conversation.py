@@ -41,8 +41,7 @@ class SftConversation:
         self.is_trained = [
             index >= context and message["role"] == "assistant" for index, message in enumerate(messages)
         ]
-        self.tools = tools
-        self.place = place
+        self.tools, self.place = tools, place
 
 
 def parse_row(row: Any, columns: Mapping[str, str], place: Place) -> SftConversation:

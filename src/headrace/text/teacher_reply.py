@@ -215,8 +215,7 @@ class TeacherReplyRewriter:
     """Rewrites replies within `seq_len` tokens, prompt included."""
 
     def __init__(self, renderer: Renderer, tokenizer: Tokenizer, seq_len: int) -> None:
-        self._renderer = renderer
-        self._tokenizer = tokenizer
+        self._renderer, self._tokenizer = renderer, tokenizer
         self._parser = CompletionParser(renderer, tokenizer)
         self._control_tokens = tokenizer.control_tokens
         self._seq_len = seq_len

@@ -125,16 +125,9 @@ class Tokenizer:
         **kwargs: Any,
     ) -> Any:
         """Render through the model's own Jinja template, as transformers does."""
-        text = self._template.render(
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.bos_token or "",
-            eos_token=self.eos_token or "",
-            unk_token=self.unk_token or "",
-            pad_token=self.pad_token or "",
-            **kwargs,
-        )
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        variables = {"messages": messages, "tools": tools, **{name: getattr(self, name) or "" for name in names}}
+        text = self._template.render(**variables, add_generation_prompt=add_generation_prompt, **kwargs)
         if not tokenize:
             return text
         ids = self.encode(text)

@@ -60,10 +60,8 @@ class Checkpoints:
     """The `checkpoints/` directory of a run. Every rank makes the same calls; one checkpoint is written at a time."""
 
     def __init__(self, directory: Path, ranks: Ranks, *, keep_last: int, permanent_interval: int | None = None) -> None:
-        self.directory = directory
-        self.ranks = ranks
-        self.keep_last = keep_last
-        self.permanent_interval = permanent_interval
+        self.directory, self.ranks = directory, ranks
+        self.keep_last, self.permanent_interval = keep_last, permanent_interval
         self._group = dist.new_group(backend="gloo")  # another one, for use by another thread
         self._unfinished: tuple[int, Path, DefaultStager, Future[Any]] | None = None
         """Step and draft of the checkpoint that is being written by a thread, from a copy."""

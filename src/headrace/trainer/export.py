@@ -47,11 +47,7 @@ def _model(files: Path, trust_remote_code: bool) -> PackedModel:
     adapter = read_config(files / CONFIG)
     if adapter.base_model_name_or_path is None:
         raise BadInput("has no base_model_name_or_path", file=files / CONFIG)
-    lora = {
-        "r": adapter.r,
-        "alpha": adapter.lora_alpha,
-        "target_modules": adapter.target_modules,
-        "use_rslora": adapter.use_rslora,
-    }
+    lora = {name: getattr(adapter, name) for name in ("r", "target_modules", "use_rslora")}
+    lora["alpha"] = adapter.lora_alpha
     base = model_directory(adapter.base_model_name_or_path)
     return PackedModel(base, ranks, lora=lora, trust_remote_code=trust_remote_code)

@@ -21,18 +21,8 @@ def score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor,
     logprobs, normalizers, entropy = (torch.empty_like(temperatures) for _ in range(3))
     tokens, vocabulary = logits.shape
     if tokens:
-        _score[(tokens,)](
-            logits,
-            labels,
-            temperatures,
-            logprobs,
-            normalizers,
-            entropy,
-            logits.stride(0),
-            vocabulary,
-            block=BLOCK,
-            num_warps=WARPS,
-        )
+        inputs, outputs = (logits, labels, temperatures), (logprobs, normalizers, entropy)
+        _score[(tokens,)](*inputs, *outputs, logits.stride(0), vocabulary, block=BLOCK, num_warps=WARPS)
     return logprobs, normalizers, entropy
 
 
@@ -43,18 +33,9 @@ def gradient(
     scale = grad / temperatures
     tokens, vocabulary = logits.shape
     if tokens:
-        _gradient[(tokens,)](
-            logits,
-            labels,
-            temperatures,
-            normalizers,
-            scale,
-            scale * -torch.expm1(logprobs),  # 1 - p of a nearly certain label is not lost to rounding
-            logits.stride(0),
-            vocabulary,
-            block=BLOCK,
-            num_warps=WARPS,
-        )
+        at_label = scale * -torch.expm1(logprobs)  # 1 - p of a nearly certain label is not lost to rounding
+        inputs = (logits, labels, temperatures, normalizers, scale, at_label)
+        _gradient[(tokens,)](*inputs, logits.stride(0), vocabulary, block=BLOCK, num_warps=WARPS)
     return logits
 
 

@@ -61,13 +61,8 @@ class ModelSizes:
         attention = full + narrow * queries + 4 * self.num_attention_heads
         selective = attention + narrow * (projections + self.hidden_size + feed_forward)
         fused = narrow * (self.hidden_size + queries + keys + self.intermediate_size)  # norms, rotation, activation
-        everything = selective + fused + wide * self.hidden_size
-        return {
-            "full": full,
-            "attention": attention,
-            "selective": selective,
-            False: everything if self.is_compiled else 2 * everything,
-        }
+        everything = (selective + fused + wide * self.hidden_size) * (1 if self.is_compiled else 2)
+        return {"full": full, "attention": attention, "selective": selective, False: everything}
 
 
 @dataclass(frozen=True)

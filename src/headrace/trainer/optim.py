@@ -141,8 +141,7 @@ class Optimizer:
         max_grad_norm: float | None = 1.0,
         offload_state: bool = False,
     ) -> None:
-        self.parameters = parameters
-        self.max_grad_norm = max_grad_norm
+        self.parameters, self.max_grad_norm = parameters, max_grad_norm
         self.skipped = 0
         self._offloads = offload_state and any(p.device.type != "cpu" for p in parameters.values())
         groups = [{name: p} for name, p in parameters.items()] if self._offloads else [parameters]

@@ -135,16 +135,10 @@ def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel =
         spans = [_Span(np.arange(size + padding), 0)]
         tokens.append(np.zeros(padding, np.int64))
         positions.append(np.full(padding, size - 1))
-    return PackedRow(
-        on_device(np.concatenate(tokens).astype(np.int64), device)[None],
-        on_device(np.concatenate(positions), device)[None],
-        RowLayout(
-            kernel,
-            max(map(len, places)),
-            _padded_blocks(spans, size, device) if kernel == "sdpa" else _varlen_sequences(spans, device),
-        ),
-        places,
-    )
+    runs = _padded_blocks(spans, size, device) if kernel == "sdpa" else _varlen_sequences(spans, device)
+    token_ids = on_device(np.concatenate(tokens).astype(np.int64), device)[None]
+    position_ids = on_device(np.concatenate(positions), device)[None]
+    return PackedRow(token_ids, position_ids, RowLayout(kernel, max(map(len, places)), runs), places)
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

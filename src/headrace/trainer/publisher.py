@@ -43,8 +43,7 @@ class Publisher:
         carrier: CarrierSetting = "auto",
         shared: bool = False,
     ) -> None:
-        self._weights = weights
-        self._model = model
+        self._weights, self._model = weights, model
         self._first = model.ranks.first
         if model.adapter is not None:
             host = None

@@ -162,11 +162,8 @@ def joint_exit_code(exits: Sequence[RankExit]) -> int:
     remaining ranks half a minute later.
     """
     first = min(exit_.time for exit_ in exits)
-    killed = [
-        e.code
-        for e in exits
-        if e.code < 0 and -e.code not in TERMINATION_SIGNALS and e.time - first < TORCH_KILL_DELAY_S
-    ]
+    early = [e.code for e in exits if e.time - first < TORCH_KILL_DELAY_S]
+    killed = [code for code in early if code < 0 and -code not in TERMINATION_SIGNALS]
     explained = [exit_.code for exit_ in exits if 0 < exit_.code < 128]
     if killed:
         return killed[0]

@@ -61,13 +61,9 @@ class RlTrainer:
         self.learner = learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
         weights, on_gpu = config.weights, learner.model.device.type == "cuda"
         linked = engines is not None and on_gpu if weights.transport == "auto" else weights.transport == "link"
+        host, shared = weights.host if linked else None, engines is not None
         self.publisher = Publisher(
-            run.weights,
-            learner.model,
-            host=weights.host if linked else None,
-            port=weights.port,
-            carrier=weights.carrier,
-            shared=engines is not None,
+            run.weights, learner.model, host=host, port=weights.port, carrier=weights.carrier, shared=shared
         )
         if embedded:
             self.publisher.check_embedded()

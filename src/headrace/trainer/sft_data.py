@@ -42,8 +42,7 @@ class Subset:
     """Some of the conversations, by index."""
 
     def __init__(self, rows: Conversations, numbers: np.ndarray) -> None:
-        self._rows = rows
-        self._numbers = numbers
+        self._rows, self._numbers = rows, numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -60,8 +59,7 @@ class Rows:
     """
 
     def __init__(self, tables: list[Table], columns: Mapping[str, str], name: str) -> None:
-        self._tables = tables
-        self._columns = columns
+        self._tables, self._columns = tables, columns
         self._ends = list(accumulate(map(len, tables)))
         if not len(self):
             raise DataError("has no rows", file=name)
@@ -169,8 +167,7 @@ class TruncationMonitor:
     MIN_EXAMPLES = 64
 
     def __init__(self, seq_len: int, notify: Callable[[str], None] = log.warning) -> None:
-        self._seq_len = seq_len
-        self._notify = notify
+        self._seq_len, self._notify = seq_len, notify
         self._notified = False
         self._seen = self._lost = self._longest = 0
 

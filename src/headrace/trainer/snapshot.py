@@ -78,9 +78,7 @@ class _BucketWriter:
 
     def __init__(self, bucket_size: int, device: torch.device, buffer: SharedBuffer | None) -> None:
         self.size = 0
-        self._bucket_size = bucket_size
-        self._device = device
-        self._buffer = buffer
+        self._bucket_size, self._device, self._buffer = bucket_size, device, buffer
         self._open: Tensor | None = None
         self._used = 0
         self._buckets: list[Tensor] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import Failure
-from headrace.rollout.packing import Bin
+from headrace.rollout.packing import NO_SAMPLE, Bin
 from headrace.trainer.loss import Loss, Metrics
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
@@ -71,9 +71,8 @@ class TrainStep:
         """
         tokens = StepTokens(bins)
         groups = tokens.cut(self.micro_batch_tokens or self.model.plan.row_tokens)
-        counts = dict(
-            zip(COMPONENTS, self.ranks.sum([tokens.count(component) for component in COMPONENTS]), strict=True)
-        )
+        own_counts = [tokens.count(component) for component in COMPONENTS]
+        counts = dict(zip(COMPONENTS, self.ranks.sum(own_counts), strict=True))
         sums = _Sums()
         trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
@@ -89,7 +88,8 @@ class TrainStep:
             loss = self._loss(tokens, batch, counts, self._env_masks(tokens, batch, envs), sums, trace)
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
-        trained, computed = self.ranks.sum([tokens.num_sample_tokens, computed])
+        without_padding = int(tokens.lengths[tokens.sources != NO_SAMPLE].sum())
+        trained, computed = self.ranks.sum([without_padding, computed])
         metrics = sums.means(self.ranks)
         if len(set(envs)) == 1:  # then its metrics are those of all
             metrics |= {f"{name}/{envs[0]}": metrics[name] for name in ("loss", "entropy") if name in metrics}

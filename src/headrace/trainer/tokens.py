@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS, Bin
+from headrace.rollout.packing import STREAM_DEFAULTS, Bin
 from headrace.trainer.loss import PackedInputs
 from headrace.trainer.packed_row import Kernel, PackedRow, common_prefix, make_row, on_device
 
@@ -56,11 +56,6 @@ class StepTokens:
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_sample_tokens(self) -> int:
-        """Tokens without padding."""
-        return int(self.lengths[self.sources != NO_SAMPLE].sum())
 
     def count(self, component: str) -> int:
         """Return the number of member tokens of a component."""
@@ -111,14 +106,10 @@ class StepTokens:
     def _members(self) -> dict[str, np.ndarray]:
         none = np.zeros(len(self), np.bool_)
         weighted = {c: self.streams[f"{c}_weights"] != 0 for c in COMPONENTS if f"{c}_weights" in self.streams}
-        members = {
-            "rl": self.mask & weighted.get("rl", True),
-            "ce": weighted.get("ce", none),
-            "ref_kl": weighted.get("ref_kl", none),
-        }
         first = none.copy()
         first[self.starts] = True
-        return {component: inside & ~first for component, inside in members.items()}
+        members = {"ce": none, "ref_kl": none, **weighted, "rl": self.mask & weighted.get("rl", True)}
+        return {component: members[component] & ~first for component in COMPONENTS}
 
     def _sequence(self, index: int) -> np.ndarray:
         return self.token_ids[self.starts[index] : self.starts[index] + self.lengths[index]]

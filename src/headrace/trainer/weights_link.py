@@ -199,8 +199,7 @@ class _EngineChannel:
     """The connection of one engine, and the NCCL group with it once there is one."""
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
-        self._connection = connection
-        self._device = device
+        self._connection, self._device = connection, device
         self._pair: NcclPair | None = None
 
     def send(self, version: Version, response: FetchResponse, snapshot: Snapshot | None) -> None:
