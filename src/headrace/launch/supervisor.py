@@ -227,7 +227,9 @@ class Supervisor:
         """Schedule restarts of crashed processes; raise `LaunchError` if one cannot be restarted."""
         died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if process.name not in self._restarts.due]
-        if not all(self._can_restart(process) for process in died):
+        # A restart does not help after a process has reported its failure.
+        crashed = [p for p in died if p.exit_status == AGAIN or (p.was_killed and not self._has_failed(p))]
+        if len(crashed) < len(died) or not all(self._restarts.allows(process.name) for process in died):
             error = InputRefused if any(process.exit_status == BAD_INPUT for process in died) else LaunchError
             raise error("\n".join(map(self._describe_failure, died)))
         for process in died:
@@ -240,11 +242,6 @@ class Supervisor:
             when = f"restarting it in {delay_s:g} s" if delay_s else "restarting it"
             attempt = f"{self._restarts.in_a_row[process.name]} of {self._restarts.most}"
             self._view.say(f"{process.name} {process.how_it_ended()}; {when} ({attempt})")
-
-    def _can_restart(self, process: Process) -> bool:
-        """Whether a restart may help: not after a process has reported its failure."""
-        lost = process.exit_status == AGAIN or (process.was_killed and not self._has_failed(process))
-        return lost and self._restarts.allows(process.name)
 
     def _has_failed(self, process: Process) -> bool:
         """Whether the process has reported its failure."""

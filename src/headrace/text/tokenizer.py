@@ -25,8 +25,6 @@ MAX_NFC_CHARS = 4
 """The most characters that NFC composes into one."""
 RELEASE_GIL_LENGTH = 1 << 13
 """Texts of so many characters, and lists of so many tokens, are converted without holding the GIL."""
-BYTES = 256
-"""Ids of `byte_tokenizer` below it are bytes; special, markup and word tokens follow."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens of Qwen3's chat format that decoding keeps as text, as Qwen3 does."""
@@ -210,7 +208,10 @@ def _raise_template_error(message: str) -> None:
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> tokenizers.Tokenizer:
-    """Return a tokenizer of bytes with the tokens of Qwen3's chat format, and one token for each of `words`."""
+    """Return a tokenizer of bytes with the tokens of Qwen3's chat format, and one token for each of `words`.
+
+    Ids below 256 are bytes; special, markup and word tokens follow.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))

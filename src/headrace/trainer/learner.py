@@ -25,7 +25,7 @@ from headrace.text.hub import model_directory
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import Checkpoints, ResumeError, TrainState, starting_point
 from headrace.trainer.loss import Loss
-from headrace.trainer.model import PackedModel, compute_dtype
+from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer, learning_rate_factor, update_rule
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import StepResult, TrainStep
@@ -58,13 +58,16 @@ class Learner:
         self.ranks.wait_for_all()  # before one of them changes the directory that the others read
         kept = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
         self.checkpoints = Checkpoints(checkpoints, self.ranks, **kept)
+        dtype = config.model.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
         same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
         same |= {"activation_checkpointing", "activation_offload"}
         adapts = config.lora is not None  # then a checkpoint has only the adapter
         self.model = PackedModel(
             start / checkpoint.MODEL if start and not adapts else model_directory(config.model.name),
             self.ranks,
-            dtype=compute_dtype(config.model.dtype, self.ranks.device),
+            dtype=getattr(torch, dtype),
             **config.model_dump(include=same),
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
             engines=engines,
@@ -88,7 +91,11 @@ class Learner:
 
     def _load(self, start: Path) -> TrainState:
         """Load a checkpoint, written by any number of ranks."""
-        _check_adapter(start / checkpoint.MODEL, self.model.adapter)
+        files = start / checkpoint.MODEL
+        saved = _shape(read_config(files / CONFIG) if is_adapter(files) else None)
+        if saved != (own := _shape(self.model.adapter)):
+            fix = "Resume with the settings that it was saved with."
+            raise ResumeError(f"{start} was saved with {saved}, but this run has {own}", key="lora", fix=fix)
         names = checkpoint.saved_names(start)
         model = prefixed(MODEL, self.model.learned())
         state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
@@ -180,14 +187,6 @@ class Learner:
         self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
         if self.model.adapter is not None:
             self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)
-
-
-def _check_adapter(saved_in: Path, own: AdapterConfig | None) -> None:
-    """Raise unless the saved adapter has the shape of this run's adapter."""
-    saved = read_config(saved_in / CONFIG) if is_adapter(saved_in) else None
-    if _shape(saved) != _shape(own):
-        fact = f"{saved_in.parent} was saved with {_shape(saved)}, but this run has {_shape(own)}"
-        raise ResumeError(fact, key="lora", fix="Resume with the settings that it was saved with.")
 
 
 def _shape(adapter: AdapterConfig | None) -> str:

@@ -317,13 +317,6 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
     return module
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the compute dtype; `auto` is bfloat16 on a GPU, float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
 def _refuse_unsupported(config: Any, directory: Path) -> None:
     refused = partial(UnsupportedModel, key="model.name", value=directory)
     kinds = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if hasattr(config, name)]
