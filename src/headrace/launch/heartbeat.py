@@ -45,12 +45,10 @@ class Heartbeat:
 
     def __init__(self, path: Path, url: str | None = None, interval: float = 60.0) -> None:
         self._path, self._url, self._interval = path, url, interval
-        self._moves = -1
+        self._moves, self._file_at, self._url_at, self._failed = -1, 0.0, 0.0, False
         self._content = HeartbeatContent(0.0, os.getpid(), "running", 0, time.time())
-        self._file_at = self._url_at = 0.0
         self.call: threading.Thread | None = None
         """The latest call to the URL."""
-        self._failed = False
 
     def update(self, step: int, moves: int, problem: str) -> None:
         """Record the progress of the run, and send what is due. `moves` grows with every step and evaluation."""
@@ -83,13 +81,13 @@ class Heartbeat:
     def _send(self) -> None:
         if self._url is None or (self.call is not None and self.call.is_alive()):
             return
-        self.call = threading.Thread(target=self._post, args=(msgspec.json.encode(self._content),), daemon=True)
+        content = msgspec.json.encode(self._content)
+        self.call = threading.Thread(target=self._post, args=(self._url, content), daemon=True)
         self.call.start()
 
-    def _post(self, content: bytes) -> None:
-        assert self._url is not None
-        request = urllib.request.Request(self._url, content, {"Content-Type": "application/json"})
+    def _post(self, url: str, content: bytes) -> None:
         try:
+            request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=URL_TIMEOUT_S):
                 self._failed = False
         except (OSError, ValueError) as error:

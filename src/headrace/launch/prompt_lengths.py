@@ -10,14 +10,16 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from renderers.base import Renderer
 
-from headrace.environments.base import Environment, Reply, evenly_spaced
+from headrace.environments.base import Environment, evenly_spaced
 from headrace.rollout.types import Message, Sample, Task
 from headrace.text.prompt import PromptRenderer
 from headrace.text.sft_conversation import SftConversation, render_sample
+
+Tool = dict[str, Any]
 
 MAX_SAMPLED = 64
 """Tasks or examples that are measured, at most."""
@@ -25,13 +27,6 @@ MEASURE_S = 1.0
 """Time after which no further sample is measured."""
 EPISODE_TIMEOUT_S = 5.0
 """Limit for the first model call of an episode, and for closing an environment."""
-
-
-class FirstCall(NamedTuple):
-    """The first model call of an episode."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]]
 
 
 class NoModelCall(Exception):
@@ -47,8 +42,7 @@ def prompt_lengths(environment: Environment, tasks: Sequence[Task], renderer: Re
         lengths = []
         try:
             for place in evenly_spaced(len(tasks), MAX_SAMPLED):
-                call = await _first_call(environment, tasks[place])
-                lengths.append(len(prompts.render(call.messages, call.tools).ids))
+                lengths.append(len(prompts.render(*await _first_call(environment, tasks[place])).ids))
                 if time.monotonic() > end:
                     break
         finally:
@@ -70,21 +64,19 @@ def render_examples(conversations: Iterable[SftConversation], renderer: Renderer
 
 
 class _RecordingContext:
-    """A context that records the first model call and never answers."""
+    """A context that records the messages and tools of the first model call and never answers."""
 
     def __init__(self) -> None:
-        self.call: asyncio.Future[FirstCall] = asyncio.get_running_loop().create_future()
+        self.call: asyncio.Future[tuple[list[Message], list[Tool]]] = asyncio.get_running_loop().create_future()
 
-    async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
-    ) -> Reply:
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Any:
         if not self.call.done():
-            self.call.set_result(FirstCall(list(messages), list(tools)))
+            self.call.set_result((list(messages), list(tools)))
         await asyncio.Event().wait()
         raise AssertionError("the episode is cancelled while it waits")
 
 
-async def _first_call(environment: Environment, task: Task) -> FirstCall:
+async def _first_call(environment: Environment, task: Task) -> tuple[list[Message], list[Tool]]:
     context = _RecordingContext()
     episode = asyncio.ensure_future(environment.run(task, context))
     try:

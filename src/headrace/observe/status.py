@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,13 +67,11 @@ class Status:
     """The status file of this process. A thread rewrites it regularly: a stale file means a dead or stuck process."""
 
     def __init__(self, directory: Path, process: str, interval: float = 1.0) -> None:
-        self.path = directory / f"{process}.json"
+        self.path, self._interval = directory / f"{process}.json", interval
         self.current = ProcessStatus(process, os.getpid(), time.time(), "starting")
         self._waits: dict[int, tuple[str, float]] = {}
         self._wait_keys = itertools.count(1)
-        self._interval = interval
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
         self._write()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -147,30 +146,31 @@ def read_status(directory: Path) -> dict[str, ProcessStatus]:
     """Return the status of every process that has a status file."""
     statuses = {}
     for path in sorted(directory.glob("*.json")):
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:  # removed meanwhile: its process has ended
-            continue
-        status = msgspec.json.decode(content, type=ProcessStatus)
-        statuses[status.process] = status
+        with suppress(FileNotFoundError):  # removed meanwhile: its process has ended
+            status = msgspec.json.decode(path.read_bytes(), type=ProcessStatus)
+            statuses[status.process] = status
     return statuses
 
 
-class _WaitTimer:
-    """Logs a wait at growing intervals, and raises `WaitTimeout` at its deadline."""
+@contextmanager
+def _waiting(what: str, source: str, status: Status, deadline: float | None) -> Iterator[Callable[[], None]]:
+    """Show a wait in the status. Yields a function that logs it at growing intervals and checks the deadline."""
+    subject, started, next_notice = f"{what} from {source}", time.monotonic(), FIRST_NOTICE_S
 
-    def __init__(self, subject: str, deadline: float | None) -> None:
-        self.subject, self.deadline = subject, deadline
-        self.started = time.monotonic()
-        self.next_notice = FIRST_NOTICE_S
+    def check() -> None:
+        nonlocal next_notice
+        waited = time.monotonic() - started
+        if deadline is not None and waited > deadline:
+            raise WaitTimeout(f"gave up after {waited:.0f} s of waiting for {subject}")
+        if waited > next_notice:
+            log.warning("has been waiting for %s for %.0f s", subject, waited)
+            next_notice *= 2
 
-    def check(self) -> None:
-        waited = time.monotonic() - self.started
-        if self.deadline is not None and waited > self.deadline:
-            raise WaitTimeout(f"gave up after {waited:.0f} s of waiting for {self.subject}")
-        if waited > self.next_notice:
-            log.warning("has been waiting for %s for %.0f s", self.subject, waited)
-            self.next_notice *= 2
+    key = status.begin_wait(subject)
+    try:
+        yield check
+    finally:
+        status.end_wait(key)
 
 
 def wait_until(
@@ -186,17 +186,13 @@ def wait_until(
     """Block until `ready` and return True; return False if `stopped` first; raise `WaitTimeout` at the deadline."""
     if ready():
         return True
-    timer = _WaitTimer(f"{what} from {source}", deadline)
-    key = status.begin_wait(timer.subject)
-    try:
+    with _waiting(what, source, status, deadline) as check:
         while not ready():
             if stopped():
                 return False
-            timer.check()
+            check()
             time.sleep(poll)
-        return True
-    finally:
-        status.end_wait(key)
+    return True
 
 
 async def wait_for(
@@ -204,14 +200,10 @@ async def wait_for(
 ) -> T:
     """Return the result of an awaitable; log waits of more than a minute; raise `WaitTimeout` at the deadline."""
     task = asyncio.ensure_future(awaitable)
-    timer = _WaitTimer(f"{what} from {source}", deadline)
-    key = status.begin_wait(timer.subject)
     try:
-        while True:
-            done, _ = await asyncio.wait({task}, timeout=1.0)
-            if done:
-                return task.result()
-            timer.check()
+        with _waiting(what, source, status, deadline) as check:
+            while not (await asyncio.wait({task}, timeout=1.0))[0]:
+                check()
+        return task.result()
     finally:
-        status.end_wait(key)
         task.cancel()
