@@ -23,6 +23,7 @@ from headrace.transport.weights_link import ALIGNMENT_BYTES, TensorSpan
 
 BUCKET_BYTES = 1 << 26
 """A power of two, since torch rounds pinned memory up to one."""
+READERS_TIMEOUT_S = 0.5
 
 
 class Snapshot(NamedTuple):
@@ -86,17 +87,19 @@ class _BucketWriter:
 
     def append(self, content: Tensor) -> None:
         """Add bytes, and zeros up to the alignment of the next tensor."""
-        padding = -len(content) % ALIGNMENT_BYTES
-        self.size += len(content) + padding
-        while len(content):
-            free = self._free_bytes()
-            piece = content[: len(free)]
-            free[: len(piece)].copy_(piece)
-            self._advance(len(piece))
-            content = content[len(piece) :]
-        if padding:
-            self._free_bytes()[:padding].zero_()
-            self._advance(padding)
+        padding = content.new_zeros(-len(content) % ALIGNMENT_BYTES)
+        self.size += len(content) + len(padding)
+        for left in (content, padding):
+            while len(left):
+                if self._open is None:
+                    self._open, self._used = self._new_bucket(), 0
+                free = self._open[self._used :]
+                piece = left[: len(free)]
+                free[: len(piece)].copy_(piece)
+                self._used += len(piece)
+                if self._used == len(self._open):
+                    self._close_bucket(self._open)
+                left = left[len(piece) :]
 
     def finish(self) -> tuple[list[Tensor], list[int], torch.cuda.Event | None]:
         """Return buckets, digests, and the event of an asynchronous copy to the host, if any."""
@@ -108,23 +111,13 @@ class _BucketWriter:
         digests: list[int] = torch.stack(self._digests).tolist()  # waits until all bytes are written
         return self._buckets, digests, copied
 
-    def _free_bytes(self) -> Tensor:
-        """Return the unused part of the open bucket, a new one if there is none."""
-        if self._open is None:
-            if self._buffer is None:
-                self._open = torch.empty(self._bucket_size, dtype=torch.uint8, device=self._device)
-            else:
-                start, content = self._bucket_size * len(self._buckets), self._buffer.bytes
-                if start >= len(content):
-                    raise ValueError(f"the tensors do not fit into the {len(content)} bytes of the shared buffer")
-                self._open = content[start : start + self._bucket_size]
-            self._used = 0
-        return self._open[self._used :]
-
-    def _advance(self, count: int) -> None:
-        self._used += count
-        if self._open is not None and self._used == len(self._open):
-            self._close_bucket(self._open)
+    def _new_bucket(self) -> Tensor:
+        if self._buffer is None:
+            return torch.empty(self._bucket_size, dtype=torch.uint8, device=self._device)
+        start, content = self._bucket_size * len(self._buckets), self._buffer.bytes
+        if start >= len(content):
+            raise ValueError(f"the tensors do not fit into the {len(content)} bytes of the shared buffer")
+        return content[start : start + self._bucket_size]
 
     def _close_bucket(self, full: Tensor) -> None:
         self._buckets.append(self._on_host(full))
@@ -144,9 +137,6 @@ class _BucketWriter:
         return host
 
 
-READERS_TIMEOUT_S = 0.5
-
-
 class SharedBuffer:
     """The buffer: the trainer's thread writes it, the threads that serve engines lend it to readers.
 
@@ -155,10 +145,8 @@ class SharedBuffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._memory = ExportedMemory(size, device)
-        self.stream: torch.cuda.Stream | None = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """The stream that copies it to the host during training."""
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._changed = threading.Condition()
         self._content: object | None = None
         self._readers = 0

@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -78,7 +77,13 @@ class WeightsSender:
         self._closed = False
         self._lock = threading.Lock()
         self._id = secrets.token_hex(8)
-        self._listener = _listen(host, port)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            fact = f"cannot listen on {host}:{port} (trainer.weights.host, trainer.weights.port): {error.strerror}"
+            fix = "Choose another; 0 takes any free one."
+            raise BadInput(fact, key="trainer.weights.port", value=port, fix=fix) from error
         self._host = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self._port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="weights-link", daemon=True).start()
@@ -132,23 +137,20 @@ class WeightsSender:
         self._listener.close()
 
     def _accept(self) -> None:
+        """Serve each engine that connects in its own thread."""
         while True:
+            connected: socket.socket | None = None
             try:
-                self._start_thread(*self._listener.accept())
+                connected, address = self._listener.accept()
+                connection = Connection(connected, f"the engine at {address[0]}:{address[1]}", self._timeout_s)
+                threading.Thread(target=self._serve, args=(connection,), name="weights-link", daemon=True).start()
             except (OSError, RuntimeError) as error:  # no more files, no more threads
+                if connected is not None:
+                    connected.close()
                 if self._closed:
                     return
                 log.warning("an engine could not connect to the weights link: %s", error)
                 time.sleep(ACCEPT_RETRY_S)
-
-    def _start_thread(self, connected: socket.socket, address: tuple[Any, ...]) -> None:
-        """Serve an engine in its own thread."""
-        try:
-            connection = Connection(connected, f"the engine at {address[0]}:{address[1]}", self._timeout_s)
-            threading.Thread(target=self._serve, args=(connection,), name="weights-link", daemon=True).start()
-        except BaseException:
-            connected.close()
-            raise
 
     def _serve(self, connection: Connection) -> None:
         """Handle the requests of one engine until it disconnects."""
@@ -184,15 +186,6 @@ class WeightsSender:
             return FetchResponse(problem=str(error)), None
         self._is_shared = self._is_shared or carrier == "ipc"
         return FetchResponse(carrier), snapshot
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        fact = f"cannot listen on {host}:{port} (trainer.weights.host, trainer.weights.port): {error.strerror}"
-        fix = "Choose another; 0 takes any free one."
-        raise BadInput(fact, key="trainer.weights.port", value=port, fix=fix) from error
 
 
 class _EngineChannel:
