@@ -8,24 +8,16 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 
 from headrace.rollout.types import Message
 from headrace.text.prompt import Tools
-from headrace.text.replies import (
-    INVALID_JSON,
-    MALFORMED,
-    NO_NAME,
-    NOT_CLOSED,
-    ToolCall,
-    assistant_message,
-    checked_tool_call,
-)
+from headrace.text.replies import INVALID_JSON, NO_NAME, ToolCall, assistant_message, checked_tool_call
 from headrace.text.tokenizer import Tokenizer
 
 MAX_TOOL_CALLS = 16
 TOO_MANY_CALLS = f"a reply can call at most {MAX_TOOL_CALLS} tools: what is beyond that was not run"
 CALL_ERRORS = {
     ToolCallParseStatus.INVALID_JSON: INVALID_JSON,
-    ToolCallParseStatus.UNCLOSED_BLOCK: NOT_CLOSED,
+    ToolCallParseStatus.UNCLOSED_BLOCK: "the tool call is not closed",
     ToolCallParseStatus.MISSING_NAME: NO_NAME,
-    ToolCallParseStatus.MALFORMED_STRUCTURE: MALFORMED,
+    ToolCallParseStatus.MALFORMED_STRUCTURE: "the tool call is malformed",
 }
 """Errors by parse status; an unknown tool name is left to the environment, which has the tools."""
 THINK_PREFIXES = ("<think>", "<think>\n")

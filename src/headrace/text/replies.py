@@ -11,9 +11,7 @@ import numpy as np
 from headrace.rollout.types import Message, Turn
 
 INVALID_JSON = "the tool call is not valid JSON"
-NOT_CLOSED = "the tool call is not closed"
 NO_NAME = "the tool call names no tool"
-MALFORMED = "the tool call is malformed"
 NOT_AN_OBJECT = "the arguments of a tool call must be a JSON object"
 NOT_ENCODABLE = "the tool call has a number or a character that cannot be passed on"
 """Values of `ToolCall.error`, which the model reads as the result of its call."""

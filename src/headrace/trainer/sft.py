@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from headrace.config.sft import SftConfig, SourceConfig
-from headrace.environments.registry import load_environment
+from headrace.config.sft import SftConfig
 from headrace.errors import DataError
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
@@ -21,24 +20,14 @@ from headrace.rollout.fingerprint import BY_POSITION
 from headrace.rollout.packing import pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
-from headrace.text.sft_conversation import SftConversation, render_sample
+from headrace.text.sft_conversation import render_sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher, enter_incarnation
-from headrace.trainer.sft_data import (
-    VALIDATION_SEED,
-    Rows,
-    TruncationMonitor,
-    fixed_sample,
-    from_environment,
-    from_rows,
-    hold_out,
-    load_rows,
-    read_rows,
-)
+from headrace.trainer.sft_data import Rows, TruncationMonitor, open_conversations, open_rows
 from headrace.trainer.step import MICRO_BATCH_TOKENS
 from headrace.trainer.tokens import StepTokens
 from headrace.transport.run_dir import RunDir
@@ -182,38 +171,6 @@ def notify_changed_rows(rows: Rows, state: TrainState, status: Status) -> None:
     before, state.data = state.data, rows.fingerprint
     if before is not None and (change := before.change_to(rows.fingerprint)):
         status.notify(f"{rows.name} has changed since the checkpoint of step {state.step}: {change}. {BY_POSITION}")
-
-
-def open_conversations(
-    config: SftConfig, rows: Rows | None, position: int
-) -> tuple[Iterator[SftConversation], list[SftConversation]]:
-    """Return the training conversations from example number `position` on, and those of the validation set.
-
-    Without `rows` they are the demonstrations of an environment.
-    """
-    data, validation = config.data, config.validation
-    if rows is None:
-        assert data.env is not None
-        training = from_environment(load_environment(data.env, data.args), config.seed, position)
-    else:
-        if validation is not None and validation.fraction is not None:
-            kept, held_out = hold_out(rows, validation.fraction, config.seed)
-            return from_rows(kept, config.seed, position), fixed_sample(held_out, validation.max_examples)
-        training = from_rows(rows, config.seed, position)
-    if validation is None:
-        return training, []
-    if validation.env is None:
-        return training, fixed_sample(open_rows(validation), validation.max_examples)
-    demonstrations = from_environment(load_environment(validation.env, validation.args), VALIDATION_SEED, 0)
-    return training, list(islice(demonstrations, validation.max_examples))
-
-
-def open_rows(source: SourceConfig) -> Rows:
-    columns = source.columns.model_dump(exclude_none=True)
-    if source.path is not None:
-        return read_rows(source.path, columns)
-    assert source.name is not None  # the config requires path, name or env
-    return load_rows(source.name, source.subset, source.split or "train", columns)
 
 
 class Validation:

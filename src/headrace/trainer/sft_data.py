@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.config.sft import SftConfig, SourceConfig
 from headrace.environments.base import Environment
 from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
+from headrace.environments.registry import load_environment
 from headrace.errors import DataError
 from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Sample
@@ -156,6 +158,38 @@ def hold_out(rows: Conversations, fraction: float, seed: int) -> tuple[Subset, S
 def fixed_sample(rows: Conversations, most: int) -> list[SftConversation]:
     """Return at most `most` rows, the same ones each time."""
     return list(islice(from_rows(rows, VALIDATION_SEED, 0), min(most, len(rows))))
+
+
+def open_conversations(
+    config: SftConfig, rows: Rows | None, position: int
+) -> tuple[Iterator[SftConversation], list[SftConversation]]:
+    """Return the training conversations from example number `position` on, and those of the validation set.
+
+    Without `rows` they are the demonstrations of an environment.
+    """
+    data, validation = config.data, config.validation
+    if rows is None:
+        assert data.env is not None
+        training = from_environment(load_environment(data.env, data.args), config.seed, position)
+    else:
+        if validation is not None and validation.fraction is not None:
+            kept, held_out = hold_out(rows, validation.fraction, config.seed)
+            return from_rows(kept, config.seed, position), fixed_sample(held_out, validation.max_examples)
+        training = from_rows(rows, config.seed, position)
+    if validation is None:
+        return training, []
+    if validation.env is None:
+        return training, fixed_sample(open_rows(validation), validation.max_examples)
+    demonstrations = from_environment(load_environment(validation.env, validation.args), VALIDATION_SEED, 0)
+    return training, list(islice(demonstrations, validation.max_examples))
+
+
+def open_rows(source: SourceConfig) -> Rows:
+    columns = source.columns.model_dump(exclude_none=True)
+    if source.path is not None:
+        return read_rows(source.path, columns)
+    assert source.name is not None  # the config requires path, name or env
+    return load_rows(source.name, source.subset, source.split or "train", columns)
 
 
 class TruncationMonitor:
