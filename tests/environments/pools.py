@@ -9,8 +9,7 @@ from typing import Any
 
 from headrace.environments.base import Reply
 from headrace.environments.registry import load_environment
-from headrace.environments.worker_process import WorkerLimits
-from headrace.environments.workers import WorkerPool
+from headrace.environments.workers import WorkerLimits, WorkerPool
 from headrace.rollout.types import Message, Task, Turn
 from tests.environments.worker_environments import NAME
 

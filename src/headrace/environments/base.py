@@ -151,7 +151,9 @@ def tasks_of(environment: Environment, name: str, key: str = "environment") -> l
             raise refuse(f"task {number} is a {type(data).__name__}, not a dict of JSON values")
         own_key = data.get("key", "")
         try:
-            _check_json(data)
+            msgspec.msgpack.encode(data)  # refuses integers beyond 64 bits
+            if msgspec.json.decode(msgspec.json.encode(data)) != data:  # fast path
+                _find_loss(data, "")
             task = Task(name, data, own_key if isinstance(own_key, str) else "")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise refuse(f"task {number} is not JSON: {error}") from error
@@ -167,14 +169,8 @@ def tasks_of(environment: Environment, name: str, key: str = "environment") -> l
     return tasks
 
 
-def _check_json(data: dict[str, Any]) -> None:
-    """Raise unless the data is unchanged by encoding and decoding, also for a worker process."""
-    msgspec.msgpack.encode(data)  # refuses integers beyond 64 bits
-    if msgspec.json.decode(msgspec.json.encode(data)) != data:  # fast path
-        _find_loss(data, "")
-
-
 def _find_loss(value: Any, path: str) -> None:
+    """Raise for the value that JSON changes."""
     match value:
         case dict():
             for key, entry in value.items():

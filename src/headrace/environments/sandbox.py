@@ -3,22 +3,37 @@
 Regular expressions, algebra and parsers can run forever on an answer that a model made up, and some of them hold the
 interpreter meanwhile, so that neither a thread nor a timer in the same process can end them.
 
-This is not a security boundary: the code may read and write all that its user may.
+This is not a security boundary: the code may read and write all that its user may. A process is a plain loop over
+calls, whose method is the import path of a function, so that a function may start an event loop of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
-from headrace.environments.channel import Channel, Failed, Outcome
-from headrace.environments.child_process import describe_exit, kill_descendants, kill_group, parent_ends, resident_mb
-from headrace.environments.sandbox_process import SCHEMA, pack, unpack
+import msgspec
+
+from headrace import imports
+from headrace.environments.channel import HEADER_BYTES, Call, Channel, Failed, Outcome, Result, encode, framed
+from headrace.environments.child_process import (
+    connect_to_parent,
+    describe_exit,
+    kill_descendants,
+    kill_group,
+    parent_ends,
+    resident_mb,
+)
+from headrace.environments.fault import fault_of
+from headrace.rollout.types import printable
 
 START_TIMEOUT_S = 120.0
 """For starting a process, and for importing a function in it."""
@@ -30,8 +45,12 @@ CPU_BOUND_PATIENCE = 10.0
 """`patience` for a checker that computes, while other processes use the CPU."""
 MIN_CPU_POLL_S = 0.05
 """The shortest interval between two readings of a call's CPU time."""
-CHILD = "headrace.environments.sandbox_process"
-PROGRAM = f"from {CHILD} import main; main()"
+PROGRAM = f"from {__name__} import main; main()"
+SCHEMA = 2
+NOT_UNICODE = 2
+"""The msgpack extension type of a text with lone surrogates."""
+MAX_ERROR_CHARS = 1000
+"""Characters of an exception's text that are sent; it may quote a whole answer."""
 
 
 class CallTimeout(Exception):
@@ -153,11 +172,11 @@ class _Process:
         except BaseException:
             self.kill("could not be connected to")
             raise
-        await self._prepare("start", f"{CHILD}:begin", (SCHEMA, sys.path, self._memory_mb))
+        await self._prepare("start", f"{__name__}:begin", (SCHEMA, sys.path, self._memory_mb))
 
     async def call(self, function: str, arguments: bytes, timeout: float, patience: float) -> Any:
         if function not in self._functions:
-            await self._prepare(f"import {function}", f"{CHILD}:prepare", (function,))
+            await self._prepare(f"import {function}", f"{__name__}:prepare", (function,))
             self._functions.add(function)
         outcome = await self._request(function, arguments, timeout, patience)
         if outcome is None:
@@ -254,3 +273,69 @@ class _Process:
             status = self._process.returncode
             self.kill("closed its socket" if status is None else describe_exit(status))
         return self._cause
+
+
+def pack(value: Any) -> bytes:
+    """Encode a msgpack value whose texts, except for keys, may have lone surrogates, which UTF-8 cannot encode."""
+    try:
+        return encode(value)
+    except UnicodeEncodeError:
+        return encode(_wrap_texts(value))
+
+
+def _wrap_texts(value: Any) -> Any:
+    if isinstance(value, str) and printable(value) != value:
+        return msgspec.msgpack.Ext(NOT_UNICODE, value.encode(errors="surrogatepass"))
+    if isinstance(value, dict):
+        return {key: _wrap_texts(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_wrap_texts(entry) for entry in value]
+    return value
+
+
+def _unwrap_text(code: int, content: memoryview) -> str:
+    if code != NOT_UNICODE:
+        raise ValueError(f"an array cannot be passed here: pass a list (msgpack extension type {code})")
+    return bytes(content).decode(errors="surrogatepass")
+
+
+unpack = msgspec.msgpack.Decoder(ext_hook=_unwrap_text).decode
+_calls = msgspec.msgpack.Decoder(Call)
+
+
+@cache
+def import_function(path: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = imports.load(path, "function")
+    return function
+
+
+def begin(schema: int, module_path: list[str], memory_mb: int | None) -> None:
+    """In a process of a sandbox: take the parent's `sys.path` and the memory limit; the first call."""
+    if schema != SCHEMA:
+        raise RuntimeError(f"the parent uses schema {schema}, this process {SCHEMA}: restart the run")
+    sys.path[:] = module_path
+    if memory_mb is not None:  # written memory counts, mapped files do not; only Linux enforces the limit
+        limit, (_, maximum) = memory_mb << 20, resource.getrlimit(resource.RLIMIT_DATA)
+        if maximum == resource.RLIM_INFINITY or limit < maximum:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def prepare(function: str) -> None:
+    """Import a function in advance, so that its import time does not count as call time."""
+    import_function(function)
+
+
+def main() -> None:
+    """In a process of a sandbox: execute calls until the parent closes the socket."""
+    with connect_to_parent() as parent, parent.makefile("rwb") as stream:
+        while header := stream.read(HEADER_BYTES):
+            call = _calls.decode(stream.read(int.from_bytes(header, "big")))
+            try:
+                value = import_function(call.method)(*unpack(call.arguments))
+                response = framed(Result(call.number, msgspec.Raw(pack(value))))
+            except BaseException as error:  # sys.exit() included: it fails its call, not the process
+                fault = fault_of(error)
+                short = msgspec.structs.replace(fault, message=fault.message[:MAX_ERROR_CHARS])
+                response = framed(Failed(call.number, short))
+            stream.write(response)
+            stream.flush()

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from headrace.environments.base import Context, Demonstration, Environment, EpisodeError
-from headrace.environments.channel import decoder
-from headrace.environments.worker import Scores
-from headrace.environments.worker_process import WorkerLimits, WorkerProcess
+import msgspec
+
+from headrace.environments.base import Context, Demonstration, Environment, EpisodeError, Reply
+from headrace.environments.channel import CANCELLED, Call, Cancel, Channel, Failed, Outcome, decoder, encode
+from headrace.environments.child_process import describe_exit, kill_group, parent_ends, resident_mb
+from headrace.environments.fault import CANCELLED_ITSELF, Fault
+from headrace.environments.worker import SCHEMA, Scores
 from headrace.errors import Failure
 from headrace.rollout.types import Rollout, Task
 
@@ -28,6 +34,20 @@ MAX_FAILED_STARTS = 3
 
 _rollouts = decoder(list[Rollout])
 _scores = decoder(list[Scores])
+_chat_arguments = decoder(tuple[int, Any, Any, Any])
+
+
+class WorkerLimits(msgspec.Struct, frozen=True):
+    """When a worker is replaced, and its timeouts in seconds."""
+
+    recycle_after: int = 10_000
+    """Episodes."""
+    max_memory_mb: float | None = None
+    """Resident memory, checked after each episode."""
+    grace: float = 10.0
+    """Seconds to stop a cancelled episode, or to end when the channel closes, before the worker is killed."""
+    start_timeout: float = 300.0
+    """Seconds to load the environment."""
 
 
 class WorkersFailed(Failure):
@@ -162,3 +182,200 @@ class WorkerPool(Environment):
         if worker.refusal and worker.refusal not in self._reported:
             self._reported.add(worker.refusal)
             log.error("a worker process cannot load %s:\n%s", self._identifier, worker.refusal.rstrip())
+
+
+class Job:
+    """An episode or a group to score: its context, and its calls to the model."""
+
+    def __init__(self, context: Context | None) -> None:
+        self.context = context
+        self.chats: set[asyncio.Task[Any]] = set()
+        self.chat_errors: dict[int | None, BaseException] = {}
+
+    def end(self) -> None:
+        self.context = None
+        for chat in self.chats:
+            chat.cancel()
+
+
+class WorkerProcess:
+    """One process, from its start to its end. `left` is set when it takes no more jobs, for any reason."""
+
+    def __init__(self, identifier: str, args: dict[str, Any], limits: WorkerLimits) -> None:
+        self.jobs: dict[int, Job] = {}
+        self.ready = False
+        self.retired = False
+        self.left = asyncio.Event()
+        self.ended = False
+        self.finished = 0
+        """Jobs that have ended regularly."""
+        self.cause = ""
+        """How or why it ended, such as "was ended by SIGKILL"."""
+        self.refusal = ""
+        """The traceback of an environment that cannot be loaded in the worker."""
+        self._identifier = identifier
+        self._args = args
+        self._limits = limits
+        self._taken = 0
+        self._lost = asyncio.Event()
+        self._closing = False
+        self._channel = Channel(self._connection_lost, self._chat)
+        self._following: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process
+        self._lifeline: int
+
+    async def start(self) -> None:
+        """Start it and wait until it is ready, or has ended and `cause` is set."""
+        try:
+            await self._spawn()
+        except Exception as error:  # no memory, descriptors or threads left: may succeed later
+            self.cause = f"could not be started: {type(error).__name__}: {error}"
+            self.ended = True
+            self.left.set()
+            return
+        self._following = asyncio.create_task(self._follow())
+        _, loading = self._channel.call("load", encode((SCHEMA, self._identifier, self._args, sys.path)))
+        await asyncio.wait({loading}, timeout=self._limits.start_timeout)
+        if not loading.done():
+            self._kill(f"did not load the environment within {self._limits.start_timeout:g} s")
+        elif isinstance(failed := loading.result(), Failed):
+            self.cause = self.cause or f"cannot load the environment: {failed.fault.text}"
+            self.refusal = failed.fault.traceback
+            self._channel.close()  # it has `grace` seconds to close what it had opened
+        else:
+            self.ready = not self.cause
+        if not self.ready:
+            await asyncio.shield(self._following)
+
+    async def ask(
+        self, method: str, argument: Any, result: msgspec.msgpack.Decoder[Any], context: Context | None = None
+    ) -> Any:
+        """Run one job and return its decoded result. Cancelling this cancels the job."""
+        number, pending = self._channel.call(method, encode((argument,)))
+        job = self.jobs[number] = Job(context)
+        pending.add_done_callback(partial(self._finish, number))
+        self._taken += 1
+        if self._taken >= self._limits.recycle_after:
+            self.retire()
+        try:
+            outcome = await asyncio.shield(pending)
+        except asyncio.CancelledError:
+            if number in self.jobs:
+                self._channel.send(Cancel(number))
+                asyncio.get_running_loop().call_later(self._limits.grace, self._kill_if_running, number)
+            raise
+        finally:
+            job.end()
+        if isinstance(outcome, Failed):
+            raise job.chat_errors.get(outcome.call) or _episode_error(outcome)
+        try:
+            return result.decode(outcome.value)
+        except msgspec.DecodeError as error:  # such as a text in place of a number
+            text = f"the environment's result is malformed: {error}"
+            raise EpisodeError("environment", text, place=text) from error
+
+    def retire(self) -> None:
+        """Take no more jobs, finish the current ones, and end."""
+        self.retired = True
+        self.ready = False
+        self.left.set()
+        self._close_if_drained()
+
+    async def close(self) -> None:
+        """End it, even while jobs run."""
+        if self._following is not None:
+            self._closing = True
+            self._channel.close()
+            await self._following
+
+    async def _spawn(self) -> None:
+        with parent_ends() as (ours, self._lifeline, descriptors):
+            await self._channel.open(ours)
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "headrace.environments.worker", *map(str, descriptors)),
+                    pass_fds=descriptors,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # so that it can be killed with all that it has started
+                )
+            except BaseException:
+                self._channel.abort()
+                raise
+
+    async def _follow(self) -> None:
+        """Wait for its end and clean up."""
+        exited, lost = asyncio.ensure_future(self._process.wait()), asyncio.ensure_future(self._lost.wait())
+        await asyncio.wait({exited, lost}, return_when=asyncio.FIRST_COMPLETED)
+        self.ready = False
+        if not exited.done():
+            await asyncio.wait({exited}, timeout=self._limits.grace)
+        self._kill("" if exited.done() else f"did not end within {self._limits.grace:g} s")
+        status = await exited
+        await asyncio.wait({lost}, timeout=self._limits.grace)  # its last messages may still arrive
+        self._channel.abort()
+        os.close(self._lifeline)
+        self._fail_jobs(status)
+
+    def _fail_jobs(self, status: int) -> None:
+        if not self._closing or status != 0:
+            self.cause = self.cause or describe_exit(status)
+            log.warning("a worker of %s %s; %d episodes failed with it", self._identifier, self.cause, len(self.jobs))
+        fault = Fault("", f"the worker process {self.cause or 'was closed'}", "", "")
+        self.jobs.clear()
+        for number, pending in self._channel.pending.items():
+            if not pending.done():
+                pending.set_result(Failed(number, fault, "worker"))
+        self.ended = True
+        self.left.set()
+
+    def _finish(self, number: int, pending: asyncio.Future[Outcome]) -> None:
+        if self.jobs.pop(number, None) is None:  # the process has ended
+            return
+        self.finished += 1
+        limit = self._limits.max_memory_mb
+        if limit is not None and not self.retired and resident_mb(self._process.pid) > limit:
+            log.info("a worker of %s has grown beyond %g MB and is replaced", self._identifier, limit)
+            self.retire()
+        self._close_if_drained()
+
+    async def _chat(self, call: Call) -> Reply:
+        """Call the model for an episode; keep the original exception in case the environment re-raises it."""
+        number, messages, tools, max_tokens = _chat_arguments.decode(call.arguments)
+        job, chat = self.jobs.get(number), asyncio.current_task()
+        if job is None or job.context is None or chat is None:
+            raise RuntimeError("the episode has ended")
+        job.chats.add(chat)
+        try:
+            return await job.context.chat(messages, tools, max_tokens)
+        except (Exception, asyncio.CancelledError) as error:
+            job.chat_errors[call.number] = error
+            raise
+        finally:
+            job.chats.discard(chat)
+
+    def _kill_if_running(self, number: int) -> None:
+        if number in self.jobs:
+            self._kill(f"was killed: a cancelled episode did not stop within {self._limits.grace:g} s")
+
+    def _close_if_drained(self) -> None:
+        if self.retired and not self.jobs:
+            self._closing = True
+            self._channel.close()
+
+    def _connection_lost(self) -> None:
+        self.ready = False
+        self.cause = self.cause or self._channel.cause
+        self._lost.set()
+
+    def _kill(self, cause: str) -> None:
+        """Kill it and all that it has started."""
+        self.ready = False
+        self.cause = self.cause or cause
+        kill_group(self._process.pid)
+
+
+def _episode_error(failed: Failed) -> EpisodeError:
+    if failed.reason is not None:
+        return EpisodeError(failed.reason, failed.fault.message)
+    text = CANCELLED_ITSELF if failed.fault == CANCELLED else failed.fault.text
+    return EpisodeError("environment", text, place=failed.fault.place, remote_traceback=failed.fault.traceback)

@@ -13,8 +13,7 @@ from headrace.config.headers import find_invalid_header
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
-from headrace.environments.worker_process import WorkerLimits
-from headrace.environments.workers import WorkerPool
+from headrace.environments.workers import WorkerLimits, WorkerPool
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.machine import frozen_gc

@@ -2,7 +2,7 @@ r"""Where the answer stands: boxes, `####`, "the answer is", and texts of any si
 
 import pytest
 
-from headrace.environments.rewards.answers import boxed_answer, extract_named, final_answer, whole_text
+from headrace.environments.rewards.answers import boxed_answer, extract_named, final_answer
 from tests.refusals import refused
 
 
@@ -121,7 +121,7 @@ def test_an_unknown_extraction_lists_those_that_there_are():
     ids=lambda text: f"{text[:12]}...",
 )
 def test_ten_megabytes_are_no_trouble(text: str):
-    for extract in (boxed_answer, final_answer, whole_text, extract_named("last_number")):
+    for extract in (boxed_answer, final_answer, extract_named("all"), extract_named("last_number")):
         answer = extract(text)
         assert answer is None or len(answer) < 10_000
 

@@ -72,10 +72,6 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
-
 
 def ignored_settings(request: ChatRequest) -> list[str]:
     """Return the settings of a request that are ignored."""

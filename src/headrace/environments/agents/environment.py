@@ -72,8 +72,11 @@ class AgentEnvironment(Environment):
             try:
                 result = await self._play(task.data, episode)
             except AgentCrashed as error:
-                rewards = self._crash_rewards(error, episode)
-                return [_rollout(episode, rewards, crashed=True)]
+                if self._crash_reward is not None and episode.turns:
+                    return [_rollout(episode, {"crashed": self._crash_reward}, crashed=True)]
+                if episode.overflow is None:
+                    raise
+                raise EpisodeError("context_full", f"{episode.overflow}; the agent gave up: {error}") from error
         if not episode.turns:
             raise EpisodeError("no_calls", "the agent made no call to the model: it must use the given base_url")
         score = await self.score(result, task.data, episode.transcript.conversations[-1])
@@ -108,13 +111,6 @@ class AgentEnvironment(Environment):
             raise
         except BaseException as error:
             return None, error
-
-    def _crash_rewards(self, error: AgentCrashed, episode: Episode) -> dict[str, float]:
-        if self._crash_reward is not None and episode.turns:
-            return {"crashed": self._crash_reward}
-        if episode.overflow is not None:
-            raise EpisodeError("context_full", f"{episode.overflow}; the agent gave up: {error}") from error
-        raise error
 
 
 def _rollout(episode: Episode, rewards: dict[str, float], crashed: bool = False) -> Rollout:

@@ -99,7 +99,7 @@ class Episode:
                 choice.cancel()
 
     async def _sample(self, request: ChatRequest, messages: list[Message]) -> Choice:
-        tools = request.offered_tools
+        tools = [] if request.tool_choice == "none" else request.tools or []
         try:
             reply = await self._context.chat(messages, tools if self._describe_tools else [], request.token_limit)
         except PromptTooLong as error:

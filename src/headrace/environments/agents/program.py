@@ -167,7 +167,11 @@ class Processes:
                 self._watch(process.pid)
                 status = await _feed(process, stdin)  # the program starts once it has its input, when it is watched
             finally:
-                await self._end(process)
+                kill_group(process.pid)
+                await process.wait()
+                self._running.discard(process.pid)
+                with suppress(BrokenPipeError):  # the next program starts another reaper
+                    self._notify(f"-{process.pid}\n")
             if status != 0:
                 text = _read(errors)[-MAX_ERROR_CHARS:].strip() or "empty"
                 raise AgentCrashed(
@@ -195,14 +199,6 @@ class Processes:
             for other in self._running - {group}:
                 self._notify(f"+{other}\n")
         self._notify(f"+{group}\n")
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Kill the program and its process group."""
-        kill_group(process.pid)
-        await process.wait()
-        self._running.discard(process.pid)
-        with suppress(BrokenPipeError):  # the next program starts another reaper
-            self._notify(f"-{process.pid}\n")
 
     def _notify(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:

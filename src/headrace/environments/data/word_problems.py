@@ -79,7 +79,8 @@ def math(
     """
     if subjects is not None and (isinstance(subjects, str) or not all(isinstance(one, str) for one in subjects)):
         raise BadArgument("expected a list of names", key="subjects", value=subjects, fix='For example ["Algebra"].')
-    if levels is not None and not _are_levels(levels):
+    are_whole = isinstance(levels, Sequence) and all(isinstance(level, int) for level in levels)
+    if levels is not None and not (are_whole and all(1 <= level <= 5 for level in levels)):
         fix = "For example [4, 5]."
         raise BadArgument("expected a list of numbers from 1 to 5", key="levels", value=levels, fix=fix)
     wanted = None if subjects is None else {_spelled(subject) for subject in subjects}
@@ -127,7 +128,10 @@ def _task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
             raise row.error("the data has neither levels nor subjects", key=filters[0], fix=f"Leave {filters[0]} out.")
         named = {name: row.find(name, name.upper(), name.capitalize()) for name in ("id", "year")}
         return task | {name: value for name, value in named.items() if value is not None} | LEVEL_UNKNOWN
-    return {**task, "level": _level(row), "subject": _subject(row)}
+    name = row.text(*SUBJECT)
+    if (subject := _spelled(name)) is None:
+        raise row.error("unknown subject", key="subject", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
+    return {**task, "level": _level(row), "subject": subject}
 
 
 def _level(row: Row) -> int | None:
@@ -138,17 +142,6 @@ def _level(row: Row) -> int | None:
     if digits in ("?", "None"):
         return None
     raise row.error("expected a number or 'Level 1' to 'Level 5'", key="level", value=level)
-
-
-def _are_levels(levels: Any) -> bool:
-    return isinstance(levels, Sequence) and all(isinstance(level, int) and 1 <= level <= 5 for level in levels)
-
-
-def _subject(row: Row) -> str:
-    name = row.text(*SUBJECT)
-    if (subject := _spelled(name)) is None:
-        raise row.error("unknown subject", key="subject", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
-    return subject
 
 
 def _spelled(subject: str) -> str | None:

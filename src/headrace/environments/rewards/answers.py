@@ -87,15 +87,11 @@ def last_block(text: str, languages: Collection[str]) -> str | None:
     return None if span is None else text[slice(*span)]
 
 
-def whole_text(text: str) -> str | None:
-    return text.strip() if len(text) <= END_CHARACTERS else None
-
-
 EXTRACTS: dict[str, Extract] = {
     "boxed": boxed_answer,
     "final": final_answer,
     "last_number": partial(final_answer, last_number=True),
-    "all": whole_text,
+    "all": lambda text: text.strip() if len(text) <= END_CHARACTERS else None,
 }
 
 

@@ -58,19 +58,15 @@ class Clock:
         self._patience = patience if LINUX else 1.0
 
     def is_over(self, pid: int) -> bool:
+        """Return whether it is used up by the running test and the processes that have ended."""
         passed = time.monotonic() - self._began
-        if passed < self._seconds:
-            return False
-        return passed >= self._seconds * self._patience or _processor_seconds(pid) >= self._seconds
-
-
-def _processor_seconds(pid: int) -> float:
-    """Return the processor time of the running test and of the processes that have ended."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    running = 0.0
-    with suppress(OSError):  # it has ended, and been waited for
-        running = time.clock_gettime(~pid << 3 | 2)  # how Linux numbers the clocks of processes
-    return ended.ru_utime + ended.ru_stime + running
+        if not self._seconds <= passed < self._seconds * self._patience:
+            return passed >= self._seconds
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = ended.ru_utime + ended.ru_stime
+        with suppress(OSError):  # it has ended, and been waited for
+            used += time.clock_gettime(~pid << 3 | 2)  # how Linux numbers the clocks of processes
+        return used >= self._seconds
 
 
 def run_test(job: Job, test: dict[str, Any], clock: Clock) -> str | None:
@@ -150,7 +146,9 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
                 result = dumps(function(*test["arguments"]))
                 write(REPORT, read(SECRET, TOKEN_BYTES) + result.encode())
             else:
-                _join_threads()
+                for thread in threading.enumerate():  # they end with it
+                    if thread is not threading.current_thread() and not thread.daemon:
+                        thread.join()
             status = 0
         except SystemExit as end:
             status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
@@ -191,13 +189,6 @@ def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace")
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace")
     sys.stderr = os.fdopen(2, "w")
-
-
-def _join_threads() -> None:
-    """Wait for the program's threads, which end with it."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
 
 
 def _end_descendants(pid: int) -> None:

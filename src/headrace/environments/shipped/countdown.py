@@ -57,7 +57,10 @@ class Countdown(SingleTurn):
                 identity=lambda task: [sorted(task["numbers"]), task["target"]],
             ),
             self._ask,
-            {"solved": self._solved, "format": scaled(self._in_format, format_reward)},
+            {
+                "solved": lambda text, row: float(self._value(text, row) == row["target"]),
+                "format": scaled(lambda text, row: float(self._value(text, row) is not None), format_reward),
+            },
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),
             demonstrate_mistakes=demonstrate_mistakes,
         )
@@ -70,12 +73,6 @@ class Countdown(SingleTurn):
             f"Write an expression that equals {row['target']}. Use each of the numbers {', '.join(numbers)} exactly "
             "once, with + - * / and parentheses. Answer with <answer>your expression</answer>."
         )
-
-    def _solved(self, text: str, data: Mapping[str, Any]) -> float:
-        return float(self._value(text, data) == data["target"])
-
-    def _in_format(self, text: str, data: Mapping[str, Any]) -> float:
-        return float(self._value(text, data) is not None)
 
     def _value(self, text: str, data: Mapping[str, Any]) -> Fraction | None:
         """Return the value of the answer; None if it is not an expression of exactly these numbers."""

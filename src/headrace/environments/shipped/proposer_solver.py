@@ -71,7 +71,8 @@ class ProposerSolver(Drawn):
         if problem is None:
             return [proposer.rollout({"learnable": 0.0, "valid": 0.0}, {"invalid": 1.0})]
         solvers = [Chat(context, self._question(problem), agent="solver", max_turns=1) for _ in range(self.num_solvers)]
-        right = [float(self._is_right(text, problem)) for text in await _replies(solvers)]
+        answers = [text if self.terse else tagged(text, "answer") or "" for text in await _replies(solvers)]
+        right = [float(answer.strip() == str(_value(problem))) for answer in answers]
         share = sum(right) / len(right)
         rewards = {"learnable": 1 - abs(2 * share - 1), "valid": VALID}
         return [
@@ -130,10 +131,6 @@ class ProposerSolver(Drawn):
         problem = int(match[1]), match[2], int(match[3])
         valid = problem[1] == task.data["operator"] and task.data["number"] in (problem[0], problem[2])
         return problem if valid else None
-
-    def _is_right(self, text: str, problem: Problem) -> bool:
-        answer = text if self.terse else tagged(text, "answer") or ""
-        return answer.strip() == str(_value(problem))
 
 
 async def _replies(chats: Sequence[Chat]) -> list[str]:

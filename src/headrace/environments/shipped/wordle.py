@@ -60,8 +60,9 @@ class Wordle(Drawn):
             invalid += bool(problem)
             if marks == SOLVED:
                 chat.stop("solved")
-            elif len(chat.turns) < self.max_guesses:
-                chat.say(problem or self._report(guess, marks, self.max_guesses - len(chat.turns)))
+            elif left := self.max_guesses - len(chat.turns):
+                report = f"{' '.join(guess)}\n{' '.join(marks)}\n{left} {'guesses' if left > 1 else 'guess'} left."
+                chat.say(problem or (marks if self.terse else report))
         guesses = len(chat.turns)
         rewards = {
             "solved": float(marks == SOLVED),
@@ -98,11 +99,6 @@ class Wordle(Drawn):
         if guess not in accepted():
             return "?" if self.terse else f"{guess} is not a known word."
         return ""
-
-    def _report(self, guess: str, marks: str, left: int) -> str:
-        if self.terse:
-            return marks
-        return f"{' '.join(guess)}\n{' '.join(marks)}\n{left} {'guesses' if left > 1 else 'guess'} left."
 
 
 def feedback(guess: str, secret: str) -> str:

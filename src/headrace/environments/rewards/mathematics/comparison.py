@@ -50,9 +50,9 @@ def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
         case _, Relation() if answer.is_equation:
             return _all(same(gold, side, judge) for side in answer.values or answer.sides)
         case Relation(), Ordered():
-            return _same_interval(interval_of(gold), answer, judge)
+            return (interval := interval_of(gold)) is not None and same(interval, answer, judge)
         case Ordered(), Relation():
-            return _same_interval(interval_of(answer), gold, judge)
+            return (interval := interval_of(answer)) is not None and same(interval, gold, judge)
         case Several(), Several():
             return _same_items(gold.items, answer.items, judge)
         case Ordered(), Ordered():
@@ -132,10 +132,6 @@ def _same_relations(gold: Relation, answer: Relation, judge: Judge) -> bool | No
             return _all(same(gold.values[-1], value, judge) for value in answer.values)
         return judge.equations(gold, answer)
     return gold.signs == answer.signs and _same_in_order(gold.sides, answer.sides, judge)
-
-
-def _same_interval(one: Ordered | None, other: Ordered, judge: Judge) -> bool | None:
-    return False if one is None else same(one, other, judge)
 
 
 def _same_in_order(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) -> bool | None:

@@ -84,10 +84,6 @@ def latex_of(tokens: Iterable[str]) -> str:
     return "".join(pieces)
 
 
-def has_letters(tokens: Tokens) -> bool:
-    return any(len(token) == 1 and token.isalpha() for token in tokens)
-
-
 def is_word(token: str) -> bool:
     return token.startswith(r"\text{")
 

@@ -14,7 +14,6 @@ from headrace.environments.rewards.mathematics.latex import (
     DEEPEST,
     Tokens,
     Unreadable,
-    has_letters,
     is_word,
     latex_of,
     tokens_of,
@@ -103,7 +102,7 @@ def shape_of(text: str, variables: bool = True) -> Shape:
 
 def has_variables(gold: str) -> bool:
     """Return whether letters in answers may be variables; else they are units and words."""
-    return has_letters(tokens_of(gold))
+    return any(len(token) == 1 and token.isalpha() for token in tokens_of(gold))
 
 
 def has_words(shape: Shape) -> bool:
@@ -221,7 +220,8 @@ def _value(tokens: Tokens) -> Shape:
     if rest[:1] == ["+"]:
         rest = rest[1:]
     if not rest or any(map(is_word, rest)):
-        return Words(_plain(latex_of(tokens)))
+        plain = latex_of(tokens).replace(r"\text", "").lower()
+        return Words("".join(letter for letter in plain if letter not in "{}.' "))
     return Value(latex_of(rest), unit, scale)
 
 
@@ -245,12 +245,10 @@ def _is_unit(words: list[str], value: Tokens) -> bool:
     if len(words) > MAX_UNIT_WORDS or NO_UNITS.intersection(words):
         return False
     number = number_of(latex_of(value))
-    one_at_most = number is not None and abs(number.value) <= 1
-    return one_at_most or any(word in KNOWN_UNITS or word == "per" or _is_plural(word) for word in words)
-
-
-def _is_plural(word: str) -> bool:
-    return len(word) > 2 and word.endswith("s") and not word.endswith("ss")
+    if number is not None and abs(number.value) <= 1:
+        return True
+    plurals = [word for word in words if len(word) > 2 and word.endswith("s") and not word.endswith("ss")]
+    return bool(plurals) or any(word in KNOWN_UNITS or word == "per" for word in words)
 
 
 def _unit(words: list[str], exponent: str) -> str:
@@ -315,7 +313,3 @@ def _with_depth(tokens: Tokens) -> Iterator[tuple[str, int]]:
 
 def _connects(token: str, *words: str) -> bool:
     return is_word(token) and word_of(token).lower() in words
-
-
-def _plain(latex: str) -> str:
-    return "".join(letter for letter in latex.replace(r"\text", "").lower() if letter not in "{}.' ")
