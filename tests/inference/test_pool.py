@@ -242,11 +242,8 @@ def test_a_new_process_at_an_old_url_starts_fresh(successor: Endpoint):
     assert ask(pool) == "a"
 
 
-def test_keys_become_headers_and_are_in_no_message():
-    engine = PooledEngine(Endpoint("a", 1, "secret", "more secret"))
-    assert engine.headers == {"Authorization": "Bearer secret"}
-    assert engine.admin_headers == {"Authorization": "Bearer more secret"}
-    assert "secret" not in repr(engine.endpoint)
+def test_keys_are_in_no_message():
+    assert "secret" not in repr(PooledEngine(Endpoint("a", 1, "secret", "more secret")))
 
 
 # -- what is tried again ----------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def shared_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 

@@ -30,14 +30,7 @@ from headrace.inference.client.errors import (
     error_from_response,
 )
 from headrace.inference.client.http import HttpClient, ServerUnreachable
-from headrace.inference.client.pool import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    NO_ENDPOINTS,
-    EnginePool,
-    PooledEngine,
-    RetryState,
-)
+from headrace.inference.client.pool import MAX_RETRY_S, MIN_RETRY_S, NO_ENDPOINTS, EnginePool, PooledEngine, RetryState
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     SESSION_HEADER,
@@ -99,11 +92,7 @@ class EngineClient:
         self._pool.leave(session)
 
     async def generate(
-        self,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        cache_salt: str | None = None,
-        session: str | None = None,
+        self, token_ids: list[int], sampling: SamplingParams, cache_salt: str | None = None, session: str | None = None
     ) -> Completion:
         """Sample one completion."""
         sampling = msgspec.structs.replace(sampling, logprobs=0)
@@ -288,10 +277,12 @@ class EngineClient:
         session: str | None = None,
     ) -> T:
         """Make one HTTP request and raise its failure as an `EngineCallError`. `admin`: with the admin key."""
-        engine = self._pool.engines.get(url)
-        headers = {} if engine is None else engine.admin_headers if admin else engine.headers
+        headers = {}
+        if (engine := self._pool.engines.get(url)) is not None:
+            key = engine.endpoint.admin_key if admin else engine.endpoint.api_key
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         if session is not None:  # hashed, since a session may have any name
-            headers = {**headers, SESSION_HEADER: f"{zlib.crc32(session.encode()):08x}"}
+            headers[SESSION_HEADER] = f"{zlib.crc32(session.encode()):08x}"
         method = "POST" if admin or body is not None else "GET"
         data = None if body is None else msgspec.json.encode(body)
         try:

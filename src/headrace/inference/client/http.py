@@ -7,10 +7,12 @@ cookies, proxies, and the names, ids and reconnection of events.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 import aiohttp
 
+Headers = Mapping[str, str] | None
 UNIX = "unix:"
 DONE = b"[DONE]"
 """The data of the last event, in OpenAI's format."""
@@ -46,22 +48,13 @@ class HttpClient:
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def request(
-        self,
-        method: str,
-        base_url: str,
-        route: str,
-        body: bytes | None,
-        timeout: float,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, base_url: str, route: str, body: bytes | None, timeout: float, headers: Headers = None
     ) -> HttpResponse:
         """Make one request within `timeout` seconds. Raises TimeoutError or `ServerUnreachable`."""
-        session, url = self._session(base_url), _url(base_url, route)
         limit = aiohttp.ClientTimeout(total=timeout)
         for attempt in range(2):
             try:
-                async with session.request(
-                    method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
-                ) as response:
+                async with self._send(method, base_url, route, body, limit, headers) as response:
                     return await _read(response)
             except TimeoutError:
                 raise
@@ -74,13 +67,7 @@ class HttpClient:
         raise AssertionError
 
     async def stream(
-        self,
-        method: str,
-        base_url: str,
-        route: str,
-        body: bytes | None,
-        timeout: float,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, base_url: str, route: str, body: bytes | None, timeout: float, headers: Headers = None
     ) -> AsyncGenerator[bytes, None]:
         """Yield the data of server-sent events without the closing `[DONE]`; `timeout` limits each silence.
 
@@ -88,11 +75,8 @@ class HttpClient:
         leaves early must close the generator (`contextlib.aclosing`), which closes the connection.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
-        session, url = self._session(base_url), _url(base_url, route)
         try:
-            async with session.request(
-                method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
-            ) as response:
+            async with self._send(method, base_url, route, body, limit, headers) as response:
                 if response.status != 200 or response.content_type != "text/event-stream":
                     raise NotAStream(await _read(response))
                 events = EventParser()
@@ -112,22 +96,29 @@ class HttpClient:
             await session.close()
         self._sessions.clear()
 
-    def _session(self, base_url: str) -> aiohttp.ClientSession:
-        key = base_url if base_url.startswith(UNIX) else ""
-        if key not in self._sessions:
-            connector: aiohttp.BaseConnector
-            if key:
-                path, keepalive = key.removeprefix(UNIX), UNIX_KEEPALIVE_TIMEOUT_S
-                connector = aiohttp.UnixConnector(path, limit=0, keepalive_timeout=keepalive)
-            else:
-                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
-            self._sessions[key] = aiohttp.ClientSession(
+    def _send(
+        self, method: str, base_url: str, route: str, body: bytes | None, limit: aiohttp.ClientTimeout, headers: Headers
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        is_unix = base_url.startswith(UNIX)
+        session = self._session(base_url.removeprefix(UNIX) if is_unix else "")
+        url = f"http://localhost{route}" if is_unix else base_url + route
+        return session.request(method, url, data=body, headers=headers, timeout=limit, allow_redirects=False)
+
+    def _session(self, socket: str) -> aiohttp.ClientSession:
+        """Return the session of a Unix socket, or of TCP if the path is empty."""
+        if socket not in self._sessions:
+            connector: aiohttp.BaseConnector = (
+                aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=UNIX_KEEPALIVE_TIMEOUT_S)
+                if socket
+                else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+            )
+            self._sessions[socket] = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept": "application/json", "Content-Type": "application/json"},
                 skip_auto_headers=("Accept-Encoding", "User-Agent"),
             )
-        return self._sessions[key]
+        return self._sessions[socket]
 
 
 class EventParser:
@@ -158,7 +149,3 @@ class EventParser:
 async def _read(response: aiohttp.ClientResponse) -> HttpResponse:
     headers = {name.lower(): value for name, value in response.headers.items()}
     return HttpResponse(response.status, headers, await response.read())
-
-
-def _url(base_url: str, route: str) -> str:
-    return f"http://localhost{route}" if base_url.startswith(UNIX) else base_url + route

@@ -197,7 +197,11 @@ class OpenAIClient:
     async def _exchange(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
         import httpx
 
-        self._enter_loop()
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            self._loop = loop
+            self._permits = asyncio.Semaphore(self._max_concurrent)
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
+            self._http = httpx.AsyncClient(limits=limits, timeout=None)
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         shown, key = hide_password(url), self._key()
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -216,17 +220,6 @@ class OpenAIClient:
         if response.status_code in (401, 403) and self._api_key_var and not key:
             hint = f"; the environment variable {self._api_key_var}, for the key, is not set"
         return checked_content(response, response.content, key, hint)
-
-    def _enter_loop(self) -> None:
-        """Open a new HTTP client if the event loop changed."""
-        import httpx
-
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop = loop
-            self._permits = asyncio.Semaphore(self._max_concurrent)
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
-            self._http = httpx.AsyncClient(limits=limits, timeout=None)
 
     def _key(self) -> str:
         key = os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""

@@ -8,6 +8,7 @@ flight here plus those of other processes, divided by the engine's capacity; tie
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -77,28 +78,29 @@ class CircuitBreaker:
         self._openings += 1
 
 
+@dataclass(eq=False)
 class PooledEngine:
     """One engine as this process sees it."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.url = endpoint.url
-        self.headers = _bearer(endpoint.api_key)
-        self.admin_headers = _bearer(endpoint.admin_key)
-        self.breaker = CircuitBreaker()
-        self.problem = ""
-        """Why it is not available, if it is not."""
-        self.in_flight = 0
-        """Requests of this process."""
-        self.conversations = 0
-        """Conversations of the sessions on this engine, those between two requests included."""
-        self.busy_until = 0.0
-        """The time until which it asked for no requests."""
-        self.capacity: int | None = None
-        """Requests that it runs at once; None until its first report."""
-        self.foreign_requests = 0
-        """Requests of other processes, by its last report."""
-        self.last_choice = 0
+    endpoint: Endpoint
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    problem: str = ""
+    """Why it is not available, if it is not."""
+    in_flight: int = 0
+    """Requests of this process."""
+    conversations: int = 0
+    """Conversations of the sessions on this engine, those between two requests included."""
+    busy_until: float = 0.0
+    """The time until which it asked for no requests."""
+    capacity: int | None = None
+    """Requests that it runs at once; None until its first report."""
+    foreign_requests: int = 0
+    """Requests of other processes, by its last report."""
+    last_choice: int = 0
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.url
 
     def load(self, unknown_capacity: int = 1) -> float:
         """Return requests per unit of capacity; above 1, requests are queued."""
@@ -121,13 +123,8 @@ class EnginePool:
 
     def update(self, endpoints: Iterable[Endpoint]) -> None:
         """Replace the set of engines. A new process at an old URL starts with a fresh state."""
-        registered = self.engines
-        self.engines = {}
-        for endpoint in endpoints:
-            engine = registered.get(endpoint.url)
-            self.engines[endpoint.url] = (
-                engine if engine is not None and engine.endpoint == endpoint else PooledEngine(endpoint)
-            )
+        known = {engine.endpoint: engine for engine in self.engines.values()}
+        self.engines = {endpoint.url: known.get(endpoint) or PooledEngine(endpoint) for endpoint in endpoints}
 
     def join(self, key: str) -> None:
         """Add a conversation to a session."""
@@ -244,7 +241,3 @@ def _is_overloaded(engine: PooledEngine, available: list[PooledEngine]) -> bool:
     if engine.capacity is None or (load := engine.load()) <= 1:
         return False
     return any(other.capacity is not None and load > OVERLOAD_FACTOR * other.load() for other in available)
-
-
-def _bearer(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}

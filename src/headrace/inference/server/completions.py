@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from headrace.inference.backend import GenerationResult, InvalidRequest
+from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.schema import SamplingParams, Usage
 from headrace.inference.server.generate import prompt_tables
 from headrace.inference.server.request_bodies import OpenAIRequest, Unsupported, envelope, usage_of
@@ -89,7 +89,7 @@ class Completions:
     ) -> dict[str, Any]:
         """Return the response of a request that is not streamed, with the choices of the first prompt first."""
         choices = [
-            self._choice(body, index, prompts[index // body.choices], _requested_part(body, result))
+            _Choice(self, body, index, prompts[index // body.choices]).finish(result)
             for index, result in enumerate(results)
         ]
         return {**self._head(body), "choices": choices, "usage": _usage(body, prompts, results)}
@@ -97,40 +97,11 @@ class Completions:
     def _head(self, body: CompletionRequest) -> dict[str, Any]:
         return envelope("cmpl", "text_completion", body.model or self.model_name)
 
-    def _choice(
-        self, body: CompletionRequest, index: int, prompt: list[int], result: GenerationResult
-    ) -> dict[str, Any]:
-        before = self.echoed(body, index, prompt)
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": before + self.completion_text(body, result),
-            "finish_reason": result.finish_reason,
-            "stop_reason": result.stop_reason,
-            "logprobs": None if body.logprobs is None else self._logprobs(body, prompt, result),
-        }
-        if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_tables(prompt, result, self.token_text)
-        if body.return_token_ids:
-            choice |= {"prompt_token_ids": prompt, "token_ids": result.token_ids}
-        return choice
-
-    def _logprobs(self, body: CompletionRequest, prompt: list[int], result: GenerationResult) -> dict[str, Any]:
-        """Return the logprobs of the completion, with `echo` after those of the prompt, the first of which is None."""
-        scores: list[float | None] = [*result.logprobs]
-        tops = result.top_logprobs or [[]] * len(scores)
-        tokens = result.token_ids
-        if body.echo and result.prompt_logprobs is not None:
-            tokens = [*prompt, *tokens]
-            scores = [None, *result.prompt_logprobs[1:], *scores]
-            tops = [*(result.prompt_top_logprobs or [[]] * len(prompt)), *tops]
-        tops = [top[: body.logprobs] for top in tops]
-        return self.token_text.completion_logprobs(tokens, scores, tops if body.logprobs else None, Offsets())
-
     def stream(
         self, body: CompletionRequest, prompts: list[list[int]], updates: Updates, count: int
     ) -> AsyncIterator[bytes]:
         """Yield the events of all choices, then `[DONE]`."""
-        choices = [_StreamedChoice(self, body, index, prompts[index // body.choices]) for index in range(count)]
+        choices = [_Choice(self, body, index, prompts[index // body.choices]) for index in range(count)]
         usage = partial(_usage, body, prompts) if body.counts_usage else None
         return stream_events(self._head(body), updates, [choice.advance for choice in choices], usage=usage)
 
@@ -150,8 +121,8 @@ class Completions:
         return original if isinstance(original, str) else self._tokenizer.decode(prompt)
 
 
-class _StreamedChoice:
-    """One choice of a streamed completion."""
+class _Choice:
+    """One choice of a completion, streamed or whole."""
 
     def __init__(self, completions: Completions, body: CompletionRequest, index: int, prompt: list[int]) -> None:
         self._completions = completions
@@ -166,33 +137,50 @@ class _StreamedChoice:
 
     def advance(self, update: Update) -> Iterator[dict[str, Any]]:
         """Yield the event that an update makes possible, if any."""
-        body, completions = self._body, self._completions
+        body = self._body
         if isinstance(update, GenerationResult):
-            result = _requested_part(body, update)
-            self._progress.complete(result)
-            text = self._text.rest(completions.completion_text(body, result))
-            yield self._event(text, finish_reason=result.finish_reason, stop_reason=result.stop_reason)
+            yield {"choices": [self.finish(update)]}
         elif not body.only_scores and self._progress.add(update):
-            text = self._text.more(completions.text_of(self._progress.token_ids))
+            text = self._text.more(self._completions.text_of(self._progress.token_ids))
             has_details = body.logprobs is not None or body.return_token_ids
             if text or has_details or (self._before and not self._begun):
-                yield self._event(text)
+                yield {"choices": [self._chunk(text)]}
 
-    def _event(self, text: str, **ending: Any) -> dict[str, Any]:
-        body, tokens = self._body, self._progress.unsent()
-        chunk: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None, "finish_reason": None, **ending}
+    def finish(self, result: GenerationResult) -> dict[str, Any]:
+        """Return the part of the choice that was not streamed, or all of it."""
+        result = _requested_part(self._body, result)
+        self._progress.complete(result)
+        text = self._text.rest(self._completions.completion_text(self._body, result))
+        chunk = self._chunk(text, result) | {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        if self._body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = prompt_tables(self._prompt, result, self._completions.token_text)
+        return chunk
+
+    def _chunk(self, text: str, result: GenerationResult | None = None) -> dict[str, Any]:
+        tokens = self._progress.unsent()
+        chunk: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
         if not self._begun:
             chunk["text"] = self._before + text
-            if body.return_token_ids:
+            if self._body.return_token_ids:
                 chunk["prompt_token_ids"] = self._prompt
-        if body.logprobs is not None:
-            tops = tokens.top_logprobs or [[]] * len(tokens.token_ids) if body.logprobs else None
-            names = self._completions.token_text
-            chunk["logprobs"] = names.completion_logprobs(tokens.token_ids, [*tokens.logprobs], tops, self._offsets)
-        if body.return_token_ids:
+        if self._body.logprobs is not None:
+            chunk["logprobs"] = self._logprobs(tokens, result)
+        if self._body.return_token_ids:
             chunk["token_ids"] = tokens.token_ids
         self._begun = True
-        return {"choices": [chunk]}
+        return chunk
+
+    def _logprobs(self, tokens: TokenChunk, result: GenerationResult | None) -> dict[str, Any]:
+        """Return the logprobs of tokens, with `echo` after those of the prompt, the first of which is None."""
+        ids: list[int] = tokens.token_ids
+        scores: list[float | None] = [*tokens.logprobs]
+        tops = tokens.top_logprobs or [[]] * len(ids)
+        if self._body.echo and result is not None and result.prompt_logprobs is not None:
+            ids = [*self._prompt, *ids]
+            scores = [None, *result.prompt_logprobs[1:], *scores]
+            tops = [*(result.prompt_top_logprobs or [[]] * len(self._prompt)), *tops]
+        best = [top[: self._body.logprobs] for top in tops] if self._body.logprobs else None
+        return self._completions.token_text.completion_logprobs(ids, scores, best, self._offsets)
 
 
 def _usage(body: CompletionRequest, prompts: list[list[int]], results: Sequence[GenerationResult]) -> Usage:

@@ -15,6 +15,7 @@ from typing import Any
 from headrace.inference.backend import Generation, GenerationResult, TokenChunk, TopLogprobs
 from headrace.inference.schema import Usage
 from headrace.inference.server.replies import DONE, event
+from headrace.text.tokenizer import common_prefix_length
 
 Update = TokenChunk | GenerationResult
 Updates = AsyncIterator[tuple[int, Update]]
@@ -130,9 +131,7 @@ class GrowingText:
 
     def rest(self, text: str) -> str:
         """Return the rest of the whole text."""
-        pairs = enumerate(zip(self._sent, text, strict=False))
-        alike = next((place for place, (sent, new) in pairs if sent != new), min(len(self._sent), len(text)))
-        return self._send(text[alike:])
+        return self._send(text[common_prefix_length(self._sent, text) :])
 
     def _send(self, text: str) -> str:
         self._sent += text

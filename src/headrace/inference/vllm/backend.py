@@ -17,13 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from headrace.inference.backend import (
-    EngineError,
-    EngineOverloaded,
-    EngineState,
-    EngineStopped,
-    InvalidRequest,
-)
+from headrace.inference.backend import EngineError, EngineOverloaded, EngineState, EngineStopped, InvalidRequest
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire

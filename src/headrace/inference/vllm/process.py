@@ -139,22 +139,16 @@ class VllmProcess:
 
     async def _stop(self) -> None:
         if self._process.returncode is None:
-            self._signal(signal.SIGTERM, group=False)
+            self._process.terminate()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._process.wait()
-        self._signal(signal.SIGKILL, group=True)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # already gone; macOS raises EPERM
+            os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
         self._reading.cancel()
         os.close(self._lifeline)
         self._directory.remove()
-
-    def _signal(self, number: signal.Signals, *, group: bool) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # already gone; macOS raises EPERM
-            if group:
-                os.killpg(self.pid, number)
-            else:
-                os.kill(self.pid, number)
 
     async def _read_log(self) -> None:
         """Copy its output to our log. Unread output would block the child."""
