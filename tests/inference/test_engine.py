@@ -14,6 +14,7 @@ from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batc
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all
+from tests.refusals import refused
 
 
 def count_tokens(model: Any) -> list[int]:
@@ -200,12 +201,12 @@ def test_the_context_limit_ends_a_completion(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "params", "named"),
+    ("token_ids", "params", "key"),
     [
-        ([], SamplingParams(), "token_ids is empty"),
-        ([5, 264], SamplingParams(), "264.*vocabulary of 264"),
-        ([-1], SamplingParams(), "-1.*vocabulary"),
-        ([5] * 16, SamplingParams(), "max_model_len = 16"),
+        ([], SamplingParams(), "token_ids"),
+        ([5, 264], SamplingParams(), "token_ids"),
+        ([-1], SamplingParams(), "token_ids"),
+        ([5] * 16, SamplingParams(), "token_ids"),
         ([5], SamplingParams(temperature=-1), "temperature"),
         ([5], SamplingParams(top_p=0), "top_p"),
         ([5], SamplingParams(top_k=-2), "top_k"),
@@ -219,10 +220,10 @@ def test_the_context_limit_ends_a_completion(model: Any) -> None:
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(
-    model: Any, token_ids: list[int], params: SamplingParams, named: str
+    model: Any, token_ids: list[int], params: SamplingParams, key: str
 ) -> None:
     engine = Engine(model, max_model_len=16)
-    with pytest.raises(InvalidRequest, match=named):
+    with refused(InvalidRequest, key=key):
         engine.submit(token_ids, params)
     assert not engine.has_work
 

@@ -22,10 +22,10 @@ from starlette.requests import Request as HttpRequest
 
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN
-from headrace.inference.backend import EngineState, EngineStopped, InvalidRequest
+from headrace.inference.backend import MAX_STOP_TOKEN_IDS, EngineState, EngineStopped, InvalidRequest
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.schema import MAX_STOP_TOKEN_IDS, Health
+from headrace.inference.schema import Health
 from headrace.inference.server import app, main, replies
 from headrace.inference.server.app import (
     LONG_BODY_BYTES,

@@ -10,6 +10,7 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
 from headrace.inference.vllm.control import Metrics, PreemptionCounter, read_metrics
 from headrace.rollout.version import Version
+from tests.refusals import refused
 
 A, B, C = Version(0, 1), Version(0, 2), Version(1, 0)
 
@@ -61,23 +62,23 @@ def test_a_stream_is_asked_for_its_usage_and_an_urgent_request_comes_first() -> 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "params", "named"),
+    ("tokens", "params", "key"),
     [
         ([], SamplingParams(), "token_ids"),
-        ([5, 100], SamplingParams(), "token_ids .*100"),
-        ([-1], SamplingParams(), "token_ids .*-1"),
-        ([1] * 20, SamplingParams(), "max_model_len = 20"),
+        ([5, 100], SamplingParams(), "token_ids"),
+        ([-1], SamplingParams(), "token_ids"),
+        ([1] * 20, SamplingParams(), "token_ids"),
         ([1], SamplingParams(top_p=0.0), "top_p"),
         ([1], SamplingParams(temperature=0.005), "temperature"),
         ([1], SamplingParams(temperature=2.5), "temperature"),
-        ([1], SamplingParams(stop_token_ids=[100]), "stop_token_ids .*100"),
+        ([1], SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
         ([1], SamplingParams(temperature=0.5, prompt_logprobs=0), "prompt_logprobs"),
     ],
 )
 def test_what_could_harm_vllm_or_be_answered_wrongly_is_refused(
-    tokens: list[int], params: SamplingParams, named: str
+    tokens: list[int], params: SamplingParams, key: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with refused(InvalidRequest, key=key):
         wire.check(tokens, params, 100, 20)
 
 

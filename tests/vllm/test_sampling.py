@@ -10,6 +10,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.backend import VllmBackend
 from tests.inference.plain_forward import plain_logprobs
+from tests.refusals import refused
 from tests.vllm.comparing import TOLERANCE, assert_like_plain
 from tests.vllm.conftest import LONGEST, make_model
 
@@ -152,20 +153,20 @@ async def test_without_a_limit_a_request_fills_the_context(backend: VllmBackend)
 
 async def test_bad_requests_cost_themselves_alone(backend: VllmBackend) -> None:
     bad: list[tuple[list[int], SamplingParams, str]] = [
-        ([], SamplingParams(), "empty"),
-        ([264], SamplingParams(), "outside the vocabulary"),
-        ([-1], SamplingParams(), "outside the vocabulary"),
-        ([1] * LONGEST, SamplingParams(), "max_model_len"),
+        ([], SamplingParams(), "token_ids"),
+        ([264], SamplingParams(), "token_ids"),
+        ([-1], SamplingParams(), "token_ids"),
+        ([1] * LONGEST, SamplingParams(), "token_ids"),
         ([1], SamplingParams(temperature=-1.0), "temperature"),
-        ([1], SamplingParams(temperature=0.001), "temperature must be 0 or between"),
-        ([1], SamplingParams(temperature=3.0), "temperature must be 0 or between"),
+        ([1], SamplingParams(temperature=0.001), "temperature"),
+        ([1], SamplingParams(temperature=3.0), "temperature"),
         ([1], SamplingParams(stop_token_ids=[-5]), "stop_token_ids"),
         ([1], SamplingParams(temperature=0.5, prompt_logprobs=0), "prompt_logprobs"),
     ]
-    for prompt, params, message in bad:
-        with pytest.raises(InvalidRequest, match=message):
+    for prompt, params, key in bad:
+        with refused(InvalidRequest, key=key):
             backend.submit(prompt, params)
-    odd = await sample(backend, [1, 2], seed=2**70, max_tokens=3, top_k=10**6, stop=["\x00\ud7ff"], ignore_eos=True)
+    odd = await sample(backend, [1, 2], seed=-1, max_tokens=3, top_k=10**6, stop=["\x00\ud7ff"], ignore_eos=True)
     assert len(odd.token_ids) == 3
 
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import MAX_LOGPROBS, SamplingParams
 from headrace.rollout.version import Version
 
 DEFAULT_MAX_MODEL_LEN = 4096
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+"""Beyond these, scaled logits overflow or become uniform. 0 is greedy."""
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
+MAX_STOP_TOKEN_IDS = 1024
 TopLogprobs = list[tuple[int, float]]
 """The most likely token ids at one position with their logprobs, highest first."""
 
@@ -24,8 +28,8 @@ class EngineError(Exception):
     """The engine could not finish a request."""
 
 
-class InvalidRequest(ValueError):
-    """A request that can never be served. The message names the invalid field."""
+class InvalidRequest(BadInput, ValueError):
+    """A request that can never be served; `key` is the invalid field."""
 
 
 class ModelNotFound(ValueError):
@@ -203,24 +207,46 @@ def resolve_max_model_len(positions: int | None, configured: int | None) -> int:
 def check_request(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
     """Raise `InvalidRequest` if no engine can serve the request."""
     check_prompt(token_ids, vocab_size, max_model_len)
-    if (problem := params.problem()) is not None:
-        raise InvalidRequest(problem)
+    if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
+        _refuse(params, "temperature", f"must be 0, or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}")
+    if not 0 < params.top_p <= 1:
+        _refuse(params, "top_p", "must be in (0, 1]")
+    if not -1 <= params.top_k < 1 << 31:
+        _refuse(params, "top_k", "must be positive, or -1 to disable it")
+    if not 0 <= params.min_p <= 1:
+        _refuse(params, "min_p", "must be in [0, 1]")
+    if params.max_tokens is not None and params.max_tokens < 1:
+        _refuse(params, "max_tokens", "must be at least 1")
+    if len(params.stop) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in params.stop):
+        _refuse(params, "stop", f"must be at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS or min(params.stop_token_ids, default=0) < 0:
+        _refuse(params, "stop_token_ids", f"must be at most {MAX_STOP_TOKEN_IDS} non-negative ids")
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        _refuse(params, "seed", "must fit in 64 bits for each of the n choices, whose seeds are consecutive")
+    for key in ("logprobs", "prompt_logprobs"):
+        if not 0 <= (getattr(params, key) or 0) <= MAX_LOGPROBS:
+            _refuse(params, key, f"must be between 0 and {MAX_LOGPROBS}")
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, field: str = "token_ids") -> None:
+def _refuse(params: SamplingParams, key: str, fact: str) -> NoReturn:
+    raise InvalidRequest(fact, key=key, value=getattr(params, key))
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, key: str = "token_ids") -> None:
     """Raise `InvalidRequest` for a prompt that is empty, too long or outside the vocabulary."""
     if not token_ids:
-        raise InvalidRequest(f"{field} is empty: a prompt needs at least one token")
+        raise InvalidRequest("empty: a prompt needs at least one token", key=key)
     if len(token_ids) >= max_model_len:
         raise InvalidRequest(
-            f"{field} has {len(token_ids)} tokens and leaves no space for a completion: "
-            f"prompt plus completion are limited to max_model_len = {max_model_len}"
+            f"{len(token_ids)} tokens leave no space for a completion: prompt plus completion are limited to "
+            f"max_model_len = {max_model_len}",
+            key=key,
         )
-    check_token_ids(token_ids, vocab_size, field)
+    check_token_ids(token_ids, vocab_size, key)
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, key: str) -> None:
     """Raise `InvalidRequest` for ids outside the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise InvalidRequest(f"{field} contains {bad}, which is outside the vocabulary of {vocab_size}")
+        raise InvalidRequest(f"contains {bad}, which is outside the vocabulary of {vocab_size}", key=key)

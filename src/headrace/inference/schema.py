@@ -19,12 +19,6 @@ MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks; the same as vLLM's."""
 MAX_LOGPROBS = 20
 """Upper limit of `logprobs` and `prompt_logprobs`."""
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
-"""Beyond these, scaled logits overflow or become uniform. 0 is greedy."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-"""Characters of a stop string."""
-MAX_STOP_TOKEN_IDS = 1024
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
@@ -49,33 +43,6 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     def truncates(self) -> bool:
         """Whether tokens are removed from the distribution before sampling."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    def problem(self) -> str | None:
-        """Return what is invalid about these values, or None."""
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
-            return (
-                f"temperature must be 0, or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}, not {self.temperature}"
-            )
-        if not 0 < self.top_p <= 1:
-            return f"top_p must be in (0, 1], not {self.top_p}"
-        if not -1 <= self.top_k < 1 << 31:
-            return f"top_k must be positive, or -1 to disable it, not {self.top_k}"
-        if not 0 <= self.min_p <= 1:
-            return f"min_p must be in [0, 1], not {self.min_p}"
-        if self.max_tokens is not None and self.max_tokens < 1:
-            return f"max_tokens must be at least 1, not {self.max_tokens}"
-        if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
-            return f"stop must be at most {MAX_STOP_STRINGS} non-empty strings"
-        if any(len(stop) > MAX_STOP_CHARS for stop in self.stop):
-            return f"stop: a string has more than {MAX_STOP_CHARS} characters"
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            return "seed must fit in 64 bits for each of the n choices, whose seeds are consecutive"
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS or min(self.stop_token_ids, default=0) < 0:
-            return f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} non-negative ids"
-        for name in ("logprobs", "prompt_logprobs"):
-            if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
-                return f"{name} must be between 0 and {MAX_LOGPROBS}, not {getattr(self, name)}"
-        return None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):

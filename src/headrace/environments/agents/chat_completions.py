@@ -58,15 +58,15 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
         """Raise `InvalidRequest` for settings that are refused."""
         for field, why in REFUSED.items():
             if getattr(self, field):
-                raise InvalidRequest(f"{field} is not supported: {why}")
+                raise InvalidRequest(f"not supported: {why}", key=field)
         if not 1 <= self.choices <= MAX_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {self.choices}")
+            raise InvalidRequest(f"must be between 1 and {MAX_CHOICES}", key="n", value=self.n)
         if self.token_limit is not None and self.token_limit < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {self.token_limit}")
+            raise InvalidRequest("must be at least 1", key="max_tokens", value=self.token_limit)
         for index, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise InvalidRequest(f"tools[{index}] is not a function with a name: only functions are supported")
+                raise InvalidRequest("not a function with a name: only functions are supported", key=f"tools[{index}]")
 
     @property
     def token_limit(self) -> int | None:

@@ -90,7 +90,7 @@ class Episode:
         try:
             messages = self.transcript.restore(canonical_messages(request.messages))
         except InvalidMessage as error:
-            raise InvalidRequest(str(error)) from error
+            raise InvalidRequest.combine([error]) from error
         choices = [asyncio.ensure_future(self._sample(request, messages)) for _ in range(request.choices)]
         try:
             return await asyncio.gather(*choices)

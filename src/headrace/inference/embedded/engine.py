@@ -144,7 +144,7 @@ class Engine:
         """Append a request to the waiting queue, an urgent one before the others; its `future` gets the result."""
         check_request(token_ids, params, self.vocab_size, self.max_model_len)
         if params.stop and self._stop_strings is None:
-            raise InvalidRequest("stop: this engine has no tokenizer to find strings with; use stop_token_ids")
+            raise InvalidRequest("this engine has no tokenizer to find strings with; use stop_token_ids", key="stop")
         admissible = 0 if self.paused else max(0, self.max_running - len(self.scheduler.running))
         if self.max_waiting is not None and self.scheduler.num_waiting >= self.max_waiting + admissible:
             raise EngineOverloaded(f"the queue is full: {self.scheduler.num_waiting} requests wait. Retry later.")

@@ -165,7 +165,7 @@ class App:
             self._adapter(body.model)
             refuse_unsupported(body)
             if (body.prompt is None) == (body.messages is None):
-                raise InvalidRequest("set either prompt, a text, or messages, a conversation")
+                raise InvalidRequest("set either this text or messages, a conversation", key="prompt")
             if body.messages is not None:
                 chat_request = ChatRequest(
                     messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
@@ -185,7 +185,7 @@ class App:
         async with self._body(http, DetokenizeRequest, TOKENIZE_LENGTHS) as body:
             self._adapter(body.model)
             if len(body.tokens) > longest:
-                raise InvalidRequest(f"tokens: {len(body.tokens)} ids are more than the limit of {longest}")
+                raise InvalidRequest(f"{len(body.tokens)} ids are more than the limit of {longest}", key="tokens")
 
             def text() -> str:
                 check_token_ids(body.tokens, self.backend.vocab_size, "tokens")
@@ -254,8 +254,9 @@ class App:
         limit = self.backend.state().max_requests if len(requests) > 1 else None
         if limit is not None and len(requests) > limit:
             raise InvalidRequest(
-                f"n: {len(requests)} completions, n for each prompt, are more than this server's limit of {limit} "
-                "running and waiting requests"
+                f"{len(requests)} completions, n for each prompt, are more than this server's limit of {limit} running "
+                "and waiting requests",
+                key="n",
             )
         generations: list[Generation] = []
         try:
@@ -307,9 +308,10 @@ class App:
     async def load_adapter(self, http: HttpRequest) -> Response:
         body = await self._read(http, AdapterRequest)
         if body.lora_name in self._names or not 0 < len(body.lora_name) <= MAX_NAME_CHARS:
-            raise InvalidRequest(f"lora_name must have 1 to {MAX_NAME_CHARS} characters and not be the model's name")
+            fact = f"must have 1 to {MAX_NAME_CHARS} characters and not be the model's name"
+            raise InvalidRequest(fact, key="lora_name", value=body.lora_name)
         if body.lora_path is None:
-            raise InvalidRequest("lora_path is missing")
+            raise InvalidRequest("missing", key="lora_path")
         await self.backend.load_adapter(body.lora_name, _path(body.lora_path, "lora_path"))
         return reply({"id": body.lora_name, "parent": self.model_name})
 
@@ -358,14 +360,15 @@ class App:
         longest = self.backend.max_model_len
         if self._chat.tokenizer.min_tokens(text) > times * longest:
             raise InvalidRequest(
-                f"{field}: a text of {len(text)} characters is longer than "
-                f"{'' if times == 1 else f'{times} times '}max_model_len = {longest}"
+                f"a text of {len(text)} characters is longer than "
+                f"{'' if times == 1 else f'{times} times '}max_model_len = {longest}",
+                key=field,
             )
 
 
 def _refuse_long_name(name: str | None, field: str) -> None:
     if name is not None and len(name) > MAX_NAME_CHARS:
-        raise InvalidRequest(f"{field} has {len(name)} characters, more than the limit of {MAX_NAME_CHARS}")
+        raise InvalidRequest(f"{len(name)} characters are more than the limit of {MAX_NAME_CHARS}", key=field)
 
 
 def _joined_text(messages: list[dict[str, Any]]) -> str:
@@ -383,5 +386,5 @@ def _texts(content: Any) -> Iterator[str]:
 
 def _path(text: str, field: str) -> Path:
     if not text or "\0" in text:
-        raise InvalidRequest(f"{field} is not a path")
+        raise InvalidRequest("not a path", key=field, value=text)
     return Path(text)

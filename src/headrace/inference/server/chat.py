@@ -75,19 +75,18 @@ class Chat:
             messages: Any = renderer_messages(body.messages)
             return list(self.renderer.render_ids(messages, tools=_tools(body), add_generation_prompt=True))
         except InvalidMessage as error:
-            raise InvalidRequest(str(error)) from error
+            raise InvalidRequest.combine([error]) from error
         except Exception as error:  # templates raise any type
-            raise InvalidRequest(f"messages cannot be rendered: {type(error).__name__}: {error}") from error
+            raise InvalidRequest(f"cannot be rendered: {type(error).__name__}: {error}", key="messages") from error
 
     def _check(self, body: ChatRequest) -> None:
         if body.chat_template_kwargs:
-            raise InvalidRequest(
-                "chat_template_kwargs are not supported: [inference.renderer] of the server sets how it renders"
-            )
+            fact = "not supported: [inference.renderer] of the server sets how it renders"
+            raise InvalidRequest(fact, key="chat_template_kwargs")
         if body.tool_choice not in (None, "auto", "none"):
-            raise InvalidRequest("tool_choice must be auto or none: forced calls are not supported")
+            raise InvalidRequest("must be auto or none: forced calls are not supported", key="tool_choice")
         if _tools(body) and not self._shows_tools:
-            raise InvalidRequest(f"tools: the chat template of this model {TOOLS_NOT_SHOWN}")
+            raise InvalidRequest(f"the chat template of this model {TOOLS_NOT_SHOWN}", key="tools")
 
     @functools.cached_property
     def _shows_tools(self) -> bool:
@@ -96,9 +95,9 @@ class Chat:
     def params(self, body: ChatRequest) -> list[SamplingParams]:
         """Return the engine's parameters of each choice."""
         if body.top_logprobs and not body.logprobs:
-            raise InvalidRequest("top_logprobs requires logprobs = true")
+            raise InvalidRequest("requires logprobs = true", key="top_logprobs", value=body.top_logprobs)
         if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
-            raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")
+            raise InvalidRequest(f"must be between 0 and {MAX_LOGPROBS}", key="top_logprobs", value=body.top_logprobs)
         return body.sampling(
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             stop_token_ids=[*([] if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])],

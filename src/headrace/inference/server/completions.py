@@ -51,9 +51,9 @@ class Completions:
     def params(self, body: CompletionRequest) -> list[SamplingParams]:
         """Return the engine's parameters of each choice of a prompt."""
         if body.best_of not in (None, body.choices):
-            raise InvalidRequest("best_of is not supported: omit it")
+            raise InvalidRequest("not supported", key="best_of", value=body.best_of, fix="Omit it.")
         if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
-            raise InvalidRequest("stream: logprobs of a prompt are not supported in a stream")
+            raise InvalidRequest("logprobs of a prompt are not supported in a stream", key="stream")
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)
@@ -69,9 +69,9 @@ class Completions:
         if isinstance(inputs, str) or (inputs and all(isinstance(each, int) for each in inputs)):
             inputs = [inputs]
         if len(inputs) * body.choices > MAX_REQUESTS:
-            raise InvalidRequest(f"prompt: {len(inputs)} prompts times n are more than {MAX_REQUESTS}")
+            raise InvalidRequest(f"{len(inputs)} prompts times n are more than {MAX_REQUESTS}", key="prompt")
         if any(isinstance(each, int) for each in inputs):
-            raise InvalidRequest("prompt must be a text or a list of token ids, or a list of either")
+            raise InvalidRequest("must be a text or a list of token ids, or a list of either", key="prompt")
         special = body.add_special_tokens is not False
         prompts = [
             each if isinstance(each, list) else self._tokenizer.encode(each, add_special_tokens=special)
@@ -79,9 +79,9 @@ class Completions:
         ]
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise InvalidRequest(f"prompt[{index}] is empty")
+                raise InvalidRequest("empty", key=f"prompt[{index}]")
         if not prompts:
-            raise InvalidRequest("prompt is empty")
+            raise InvalidRequest("empty", key="prompt")
         return prompts
 
     def reply(

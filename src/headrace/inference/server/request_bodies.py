@@ -115,7 +115,7 @@ class OpenAIRequest(SamplingRequest, kw_only=True):
         if self.stream_options is not None:
             refuse_unsupported(self.stream_options)
         if not 1 <= self.choices <= MAX_CHOICES:
-            raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {self.choices}")
+            raise InvalidRequest(f"must be between 1 and {MAX_CHOICES}", key="n", value=self.n)
         first = self.engine_params(**params)
         seeds = [None if self.seed is None else self.seed + index for index in range(self.choices)]
         return [msgspec.structs.replace(first, seed=seed) for seed in seeds]
@@ -155,7 +155,7 @@ class NoFields(msgspec.Struct, forbid_unknown_fields=True):
 
 def refuse_unsupported(body: msgspec.Struct) -> None:
     for field in unsupported_in(body):
-        raise InvalidRequest(f"{field} is not supported: omit it")
+        raise InvalidRequest("not supported", key=field, value=getattr(body, field), fix="Omit it.")
 
 
 def unsupported_in(body: msgspec.Struct) -> Iterator[str]:

@@ -146,8 +146,9 @@ class VllmBackend:
         wire.check(token_ids, params, self.vocab_size, self.max_model_len)
         if params.truncates and params.logprobs is not None and not self._untruncated:
             raise InvalidRequest(
-                "logprobs: this version of vLLM reports them only after top_p, top_k and min_p. Omit these or "
-                "logprobs, or use another version"
+                "this version of vLLM reports them only after top_p, top_k and min_p",
+                key="logprobs",
+                fix="Omit these or logprobs, or use another version.",
             )
         policy = self._adapters.policy or self._model_name
         model = policy if adapter is None else self._adapters.vllm_name(adapter)

@@ -100,13 +100,15 @@ def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(
-            f"temperature must be 0 or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE:g} with vLLM, "
-            f"not {params.temperature}"
+            f"must be 0 or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE:g} with vLLM",
+            key="temperature",
+            value=params.temperature,
         )
     if params.prompt_logprobs is not None and params.temperature not in (0.0, 1.0):
         raise InvalidRequest(
-            f"prompt_logprobs: vLLM computes them at temperature 1 only, not {params.temperature}; the embedded engine "
-            "supports any temperature"
+            f"vLLM computes them at temperature 1 only, not {params.temperature}",
+            key="prompt_logprobs",
+            fix="The embedded engine supports any temperature.",
         )
 
 
