@@ -64,7 +64,7 @@ def test_requests_are_paused_for_the_trainer_and_continue_after(
     request = thread.submit([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
     until(lambda: request.sampled_since(0).token_ids, "nothing is sampled")
     take(trainer)
-    assert thread.state().stands_still and thread.state().hand_overs == 1
+    assert thread.state().waits_for_trainer and thread.state().hand_overs == 1
     sampled = len(request.sampled_since(0).token_ids)
     assert 0 < sampled < 40
     late = thread.submit([7], SamplingParams(max_tokens=2))  # waits in the queue
@@ -76,7 +76,7 @@ def test_requests_are_paused_for_the_trainer_and_continue_after(
     for each in (request, late):
         each.future.result(timeout=30)
     thread.pause()
-    assert not thread.state().stands_still
+    assert not thread.state().waits_for_trainer
     for each in (request, late):
         assert_like_plain(each, model)
 
@@ -84,7 +84,7 @@ def test_requests_are_paused_for_the_trainer_and_continue_after(
 def test_an_idle_and_a_paused_engine_release_the_lock_too(thread: EngineThread, trainer: DeviceLock) -> None:
     take(trainer)
     trainer.release()
-    until(lambda: not thread.state().stands_still, "the lock is not acquired again")
+    until(lambda: not thread.state().waits_for_trainer, "the lock is not acquired again")
     thread.pause()
     take(trainer)
     assert thread.state().hand_overs == 2
@@ -96,7 +96,7 @@ def test_the_engine_steps_between_two_steps_of_the_trainer(thread: EngineThread,
     for _ in range(4):
         take(trainer)
         counts.append(thread.state().tokens_sampled)
-        until(lambda: thread.state().stands_still, "the engine does not wait")
+        until(lambda: thread.state().waits_for_trainer, "the engine does not wait")
         time.sleep(0.02)  # a training step: the engine waits for the lock by now
         trainer.release()
     assert counts == sorted(set(counts))
@@ -123,7 +123,7 @@ def test_a_request_cancelled_while_the_trainer_computes_ends_at_once(thread: Eng
     thread.cancel(request)
     with pytest.raises(RequestCancelled):
         request.future.result(timeout=30)
-    assert thread.state().stands_still
+    assert thread.state().waits_for_trainer
 
 
 def test_an_engine_that_waits_for_the_lock_can_be_stopped(model: Any, tmp_path: Path, trainer: DeviceLock) -> None:
@@ -208,7 +208,7 @@ def test_an_idle_engine_restores_its_cache_only_for_a_request(lending: EngineThr
         take(trainer)
         assert not trainer.any_cache_is_resident
         trainer.release()
-    until(lambda: not lending.state().stands_still, "the lock is not acquired again")
+    until(lambda: not lending.state().waits_for_trainer, "the lock is not acquired again")
     assert not trainer.any_cache_is_resident and lending.state().cache_releases == 1
     assert lending.submit([5], SamplingParams(max_tokens=1)).future.result(timeout=30)
     assert trainer.any_cache_is_resident

@@ -34,14 +34,14 @@ async def test_it_is_paused_for_the_trainer_and_continues_the_same_requests(tmp_
         streamed = backend.submit([1], LONG)
         await tokens_of(streamed, 5)
         await until(trainer.try_acquire)
-        assert (backend.state().stands_still, backend.state().hand_overs) == (True, 1)
+        assert (backend.state().waits_for_trainer, backend.state().hand_overs) == (True, 1)
         assert served.asked("pause") == [{"route": "pause", "mode": "keep", "clear_cache": "false"}]
         assert "resume" not in served.routes()
         late = asyncio.ensure_future(backend.submit([2], SamplingParams(max_tokens=3)).result())
         trainer.release()
         assert len((await streamed.result()).token_ids) == 100
         assert len((await late).token_ids) == 3
-        assert served.routes().count("resume") == 1 and not backend.state().stands_still
+        assert served.routes().count("resume") == 1 and not backend.state().waits_for_trainer
 
 
 async def test_pause_resume_and_updates_do_not_resume_it_while_the_trainer_holds_the_lock(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_pause_resume_and_updates_do_not_resume_it_while_the_trainer_holds
         assert "resume" not in served.routes()
         await backend.pause()
         trainer.release()
-        await until(lambda: not backend.state().stands_still)
+        await until(lambda: not backend.state().waits_for_trainer)
         assert "resume" not in served.routes() and backend.state().paused
         await backend.resume()
         assert served.routes().count("resume") == 1

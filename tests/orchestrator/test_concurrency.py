@@ -170,7 +170,7 @@ def test_a_full_line_is_kept_as_it_was_at_the_start():
         (make_health(40, 0, kv_usage=0.96), 86),  # a tenth less
         (make_health(64, 65), 86),
         (make_health(0, 96, paused=True), 96),
-        (msgspec.structs.replace(make_health(40, 0), stands_still=True), 96),
+        (msgspec.structs.replace(make_health(40, 0), waits_for_trainer=True), 96),
     ],
 )
 def test_one_report_moves_it_by_a_step(report: Health, limit: int):

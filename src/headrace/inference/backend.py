@@ -105,7 +105,7 @@ class EngineState(msgspec.Struct):
     """The reason if the engine is dead."""
     max_requests: int | None = None
     """Limit on running plus waiting requests; None: unlimited."""
-    stands_still: bool = False
+    waits_for_trainer: bool = False
     """Whether the engine waits while the trainer holds the device lock."""
     hand_overs: int = 0
     """How often the engine released the device to the trainer."""

@@ -164,7 +164,7 @@ class Health(msgspec.Struct):
     """Fraction of the KV cache that running requests occupy, 0 to 1."""
     preemptions: int = 0
     """Requests that were preempted since the start, and recomputed."""
-    stands_still: bool = False
+    waits_for_trainer: bool = msgspec.field(default=False, name="stands_still")
     """Whether the engine waits while the trainer holds the device lock."""
     schema: int = SCHEMA
 

@@ -54,7 +54,7 @@ class Concurrency:
         before, self._preemptions = self._preemptions, {url: health.preemptions for url, health in engines.items()}
         # The count of an engine that is new or was restarted begins with this report.
         preempted = sum(max(0, count - before.get(url, count)) for url, count in self._preemptions.items())
-        active = [health for health in engines.values() if not (health.paused or health.stands_still)]
+        active = [health for health in engines.values() if not (health.paused or health.waits_for_trainer)]
         capacity = sum(health.capacity for health in active)
         if not capacity:
             return self.limit

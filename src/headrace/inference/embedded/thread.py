@@ -79,7 +79,7 @@ class EngineThread:
         state = self.engine.state()
         state.failure = self.failure.result() if self.failure.done() else None
         if self._device_lock is not None:
-            state.stands_still = self._device_lock.is_held_by_trainer
+            state.waits_for_trainer = self._device_lock.is_held_by_trainer
             state.hand_overs, state.cache_releases = self._device_lock.hand_overs, self._device_lock.cache_releases
         return state
 

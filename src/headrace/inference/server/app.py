@@ -127,7 +127,7 @@ class App:
 
     def describe(self) -> Health:
         state = self.backend.state()
-        names = ("running", "waiting", "paused", "capacity", "kv_usage", "preemptions", "stands_still")
+        names = ("running", "waiting", "paused", "capacity", "kv_usage", "preemptions", "waits_for_trainer")
         return Health(
             status="ok" if state.failure is None else state.failure,
             version=str(state.version),

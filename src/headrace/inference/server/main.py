@@ -334,9 +334,9 @@ async def _report(backend: Backend, status: Status, url: str) -> None:
     wait: int | None = None
     while True:
         state, now = backend.state(), time.monotonic()
-        if state.stands_still and wait is None:
+        if state.waits_for_trainer and wait is None:
             wait = status.begin_wait("the GPU from the trainer")
-        elif not state.stands_still and wait is not None:
+        elif not state.waits_for_trainer and wait is not None:
             status.end_wait(wait)
             wait = None
         rate = (state.tokens_sampled - sampled) / (now - then) if now > then else 0.0

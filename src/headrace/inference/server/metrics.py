@@ -91,7 +91,7 @@ def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
         ("requests_capacity", "gauge", "Requests that the engine runs at once.", state.capacity),
         ("kv_cache_usage", "gauge", "Share of the KV cache that running requests hold, 0 to 1.", state.kv_usage),
         ("paused", "gauge", "1 while all requests are held.", int(state.paused)),
-        ("stands_still", "gauge", "1 while the trainer holds the device lock.", int(state.stands_still)),
+        ("stands_still", "gauge", "1 while the trainer holds the device lock.", int(state.waits_for_trainer)),
         ("failed", "gauge", "1 if the engine is dead.", int(state.failure is not None)),
         ("tokens_sampled_total", "counter", "Tokens sampled.", state.tokens_sampled),
         ("tokens_computed_total", "counter", "Prompt tokens that went through the model.", state.tokens_computed),
