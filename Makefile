@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
-# Whoever has vLLM already names its interpreter: make test-vllm VLLM_PYTHON=...
+# With vLLM installed elsewhere, name its interpreter: make test-vllm VLLM_PYTHON=...
 VLLM_PYTHON ?= .venv-vllm/bin/python
 VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installed)
 # One worker for each core, and one thread in each worker: pools of threads would wait for each other's cores. All tests
@@ -23,7 +23,7 @@ help:
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
-	@echo "make lock       write the requirement locks anew, but vLLM's (make lock UPGRADE=1: with the newest versions)"
+	@echo "make lock       write the requirement locks again, except vLLM's (make lock UPGRADE=1: with the newest versions)"
 	@echo "make clean      remove .venv, .venv-vllm and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
@@ -59,7 +59,7 @@ lock: $(DEV)
 clean:
 	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
-# The stamps lie inside .venv: whoever deletes it installs anew.
+# The stamps lie inside .venv: deleting it makes the next command install again.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
 	@echo "setting up $(VENV)"
 	@$(PYTHON) scripts/install.py runtime

@@ -108,7 +108,7 @@ LAYERS = (
 TOOLS = (
     ("sweep",),
     ("evaluate", "compare", "rescore", "probe", "check_algorithm", "hub", "chat"),
-    ("names",),
+    ("names", "statistics"),
 )
 """The same for the folders of `tools`."""
 

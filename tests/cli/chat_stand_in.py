@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's interface and streams what it is told to, on a real socket in a thread of its own."""
+"""A server that speaks OpenAI's interface and streams configured replies, on a real socket in its own thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChatStandIn:
         self.usage = {"prompt_tokens": 20, "completion_tokens": 2}
         self.refusal: tuple[int, str] | None = None
         self.goes_on = False
-        """Whether it sends more and more, until nobody listens."""
+        """Whether it keeps sending until the client disconnects."""
         self.counted: int | None = None
         self.health: dict[str, Any] | None = None
         self.models = [{"id": "small", "max_model_len": 32}, {"id": "large"}]

@@ -109,9 +109,9 @@ def test_a_copied_run_does_not_go_on_where_it_was_copied_from(
     for directory in (original, copy):
         directory.mkdir()
         (directory / "config.toml").write_text(RUN_FILE.format(output=original, model=model))
-    code, told = refuse(capsys, "rl", copy / "config.toml", "--resume")
+    code, message = refuse(capsys, "rl", copy / "config.toml", "--resume")
     assert code == 2
-    assert f"is of a run in {original}, and lies in {copy}: was that copied or moved?" in told
+    assert f"is of a run in {original}, and lies in {copy}: was that copied or moved?" in message
 
 
 def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(

@@ -15,7 +15,7 @@ from headrace.cli.main import main, parse
 from headrace.cli.probe import read_options
 from headrace.config.base import ConfigError
 from headrace.errors import BadInput
-from headrace.tools.probe.prompts import TINY
+from headrace.tools.probe.report import TINY
 from tests.inference.openai_stand_in import OpenAIStandIn
 from tests.tools.probe.probed import ASKING, CALLING
 

@@ -15,11 +15,11 @@ from headrace.algorithms.base import Algorithm
 
 class Own(Algorithm):
     def __init__(self, decay=0.5):
-        raise AssertionError("nobody shall construct it here")
+        raise AssertionError("it must not be constructed here")
 
 
 def too_long(rollout, limit):
-    raise AssertionError("nobody shall call it here")
+    raise AssertionError("it must not be called here")
 """
 
 

@@ -1,4 +1,4 @@
-"""What `[orchestrator.algo]` may not say, and how that is told."""
+"""Invalid `[orchestrator.algo]` sections and their errors."""
 
 from typing import Any
 

@@ -83,10 +83,10 @@ def test_thoughts_are_found_by_the_tags_that_were_asked_for():
     assert (given.thinking_tokens, given.thinking_words) == (11, 3)
 
 
-def test_thoughts_that_the_renderer_told_apart_count_where_there_are_no_tags():
-    told = rollout("8", reward=0.0)
-    told.messages[0]["reasoning_content"] = "six and two"
-    assert line(told).thinking_words == 3
+def test_thoughts_that_the_renderer_separate_apart_count_where_there_are_no_tags():
+    separate = rollout("8", reward=0.0)
+    separate.messages[0]["reasoning_content"] = "six and two"
+    assert line(separate).thinking_words == 3
 
 
 def test_of_several_agents_those_that_are_trained_count_and_all_are_kept():

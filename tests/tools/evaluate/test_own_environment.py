@@ -1,4 +1,4 @@
-"""What models are evaluated on where nobody says."""
+"""The environment of an evaluation without --env."""
 
 from pathlib import Path
 from typing import Any

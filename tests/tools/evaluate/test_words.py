@@ -1,4 +1,4 @@
-"""Servers that offer chat completions and nothing else: what is known of their replies is told, the rest left out."""
+"""Servers that have only chat completions: known numbers of their replies are reported, the rest is left out."""
 
 from __future__ import annotations
 

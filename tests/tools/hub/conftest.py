@@ -17,7 +17,7 @@ from headrace.transport.run_dir import RunDir
 from tests.observe.runs import write_run
 from tests.tools.hub.stand_in import WRITER, Hub, hub_stand_in
 
-KEY = "a-key-of-a-server-that-nobody-else-may-have"
+KEY = "a-secret-key-of-a-server-of-this-run"
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
             self._reply({"error": error.message}, error.status, {k: v for k, v in headers.items() if v})
 
     def _read_chunks(self) -> bytes:
-        """A body whose length nobody has said."""
+        """A body of unknown length."""
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             return b""
         body = b""

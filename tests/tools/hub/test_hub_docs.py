@@ -28,7 +28,7 @@ def test_every_command_of_the_page_runs(hub: Hub, run: Path, tmp_path: Path):
     (tmp_path / "outputs/lambda/sweep.json").write_text("{}")
     write_rollouts(tmp_path / "outputs/run/rollouts", 1, [Rollout()], [], keep_last=1)
     for command in COMMANDS:
-        if command[1:2] == ["team/run"]:  # elsewhere, as for whoever has not the run
+        if command[1:2] == ["team/run"]:  # elsewhere, as on a machine without the run
             (tmp_path / "outputs/run").rename(tmp_path / "outputs/mine")
         if "step-00000400" not in command[1]:
             assert main(command) == 0, command

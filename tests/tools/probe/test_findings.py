@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.tools.probe.findings import Finding, list_findings
-from headrace.tools.probe.prompts import TINY
 from headrace.tools.probe.report import (
+    TINY,
     EpisodeProblem,
     LoadResult,
     ProbeEpisode,

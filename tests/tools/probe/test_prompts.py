@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.tools.probe.prompts import exchange_renderer, summarize_prompts
-from headrace.tools.probe.report import Exchange, LoadResult, OfferedTool, ProbeEpisode, ProbeReport
+from headrace.tools.probe.report import (
+    Exchange,
+    LoadResult,
+    OfferedTool,
+    ProbeEpisode,
+    ProbeReport,
+    exchange_renderer,
+    summarize_prompts,
+)
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "héllo"}]
 EXCHANGE = Exchange(ASKED, [], [*ASKED, {"role": "assistant", "content": "hi"}])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from headrace.tools.probe.prompts import TINY
 from headrace.tools.probe.report import (
+    TINY,
     EpisodeProblem,
     LoadResult,
     OfferedTool,

@@ -13,8 +13,16 @@ import numpy as np
 
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.rollout.types import Rollout, Task
-from headrace.tools.check_algorithm.cases import ANSWER, Author, Case, bare_rollout
-from headrace.tools.check_algorithm.fixtures import END, FakeModel, Fixtures, algorithm_config
+from headrace.tools.check_algorithm.fixtures import (
+    ANSWER,
+    END,
+    Author,
+    Case,
+    FakeModel,
+    Fixtures,
+    algorithm_config,
+    bare_rollout,
+)
 from headrace.tools.check_algorithm.report import Verdict
 from headrace.tools.check_algorithm.results import close
 from headrace.tools.check_algorithm.runner import HookFailed, Session, make_factory

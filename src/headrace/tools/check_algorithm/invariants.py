@@ -14,8 +14,15 @@ import numpy as np
 
 from headrace.algorithms.base import Algorithm
 from headrace.config.algorithms import AlgorithmConfig
-from headrace.tools.check_algorithm.cases import HUGE, HUGE_REWARDS, TWINS, Case
-from headrace.tools.check_algorithm.fixtures import FailingModel, Fixtures, make_fixtures
+from headrace.tools.check_algorithm.fixtures import (
+    HUGE,
+    HUGE_REWARDS,
+    TWINS,
+    Case,
+    FailingModel,
+    Fixtures,
+    make_fixtures,
+)
 from headrace.tools.check_algorithm.golden import worked_numbers
 from headrace.tools.check_algorithm.report import CheckResult, ConformanceReport, Verdict
 from headrace.tools.check_algorithm.results import (

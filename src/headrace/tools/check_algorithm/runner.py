@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -26,8 +26,7 @@ from headrace.errors import BadInput
 from headrace.inference.client.reference import Reference
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import Sample
-from headrace.tools.check_algorithm.cases import Case, make_cases
-from headrace.tools.check_algorithm.fixtures import SEQ_LEN, FakeModel, Fixtures
+from headrace.tools.check_algorithm.fixtures import SEQ_LEN, Case, FakeModel, Fixtures, make_cases
 
 PACKAGE = Path(headrace.__file__).parent
 HOOK_TIMEOUT_S = 60.0
@@ -130,12 +129,10 @@ class Session:
     async def credit_concurrently(self, cases: Sequence[Case]) -> list[CaseResult]:
         """Credit all cases at the same time, as a run does with the groups of one environment."""
         outcomes = await asyncio.gather(*map(self.credit, cases), return_exceptions=True)
-        results = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            results.append(outcome)
-        return results
+        return cast(list[CaseResult], outcomes)
 
     async def ship(self, batch: Sequence[CaseResult]) -> None:
         """Call `score_batch`, then route the sampled tokens of the rollouts that were not dropped to their loss."""
@@ -186,30 +183,22 @@ def is_aligned(sample: Sample) -> bool:
     return all(np.shape(values) == sample.token_ids.shape for values in sample.streams.values())
 
 
-class AlgorithmRunner:
+class AlgorithmRunner(msgspec.Struct):
     """An algorithm, its cases, and the results of each case alone and of all cases in one batch."""
 
-    def __init__(
-        self,
-        factory: AlgorithmFactory,
-        kind: type[Algorithm],
-        promises: Promises,
-        fixtures: Fixtures,
-        cases: list[Case],
-    ) -> None:
-        self.factory = factory
-        self.kind = kind
-        self.promises = promises
-        self.fixtures = fixtures
-        self.cases = cases
-        self.alone: dict[str, CaseResult | HookFailed] = {}
-        """By case name: the result of the case by itself."""
-        self.together: list[CaseResult] | HookFailed = []
-        """The results of all sound cases in one batch."""
-        self.repeated: list[CaseResult] | HookFailed = []
-        """The results of the same batch from another instance."""
-        self.model_requests = 0
-        """Requests that the algorithm sent to another model."""
+    factory: AlgorithmFactory
+    kind: type[Algorithm]
+    promises: Promises
+    fixtures: Fixtures
+    cases: list[Case]
+    alone: dict[str, CaseResult | HookFailed] = msgspec.field(default_factory=dict)
+    """By case name: the result of the case by itself."""
+    together: list[CaseResult] | HookFailed = msgspec.field(default_factory=list)
+    """The results of all sound cases in one batch."""
+    repeated: list[CaseResult] | HookFailed = msgspec.field(default_factory=list)
+    """The results of the same batch from another instance."""
+    model_requests: int = 0
+    """Requests that the algorithm sent to another model."""
 
     @classmethod
     async def create(cls, config: AlgorithmConfig, fixtures: Fixtures) -> AlgorithmRunner:
@@ -277,8 +266,7 @@ class AlgorithmRunner:
 
 def make_factory(config: AlgorithmConfig) -> AlgorithmFactory:
     def make(model: Reference) -> Algorithm:
-        algorithm: Algorithm = config.make(MakeContext(SEQ_LEN, lambda _: model))
-        return algorithm
+        return cast(Algorithm, config.make(MakeContext(SEQ_LEN, lambda _: model)))
 
     folders = []
     for import_path in dict.fromkeys(_import_paths(config.model_dump())):

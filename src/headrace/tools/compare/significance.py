@@ -12,10 +12,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-CONFIDENCE = 0.95
+from headrace.tools.statistics import CONFIDENCE, INTERVAL, bootstrap_means
+
 RESAMPLES = 10_000
-MAX_DRAWS_PER_CHUNK = 2_000_000
-"""Bounds the memory of a bootstrap over many examples."""
 
 
 class Estimate(NamedTuple):
@@ -59,22 +58,13 @@ def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, 
     generator = np.random.default_rng(seed)
     one, two = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if paired:
-        drawn = _means_of_draws(two - one, generator)
+        drawn = bootstrap_means(two - one, RESAMPLES, generator)
     else:
-        drawn = _means_of_draws(two, generator) - _means_of_draws(one, generator)
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        drawn = bootstrap_means(two, RESAMPLES, generator) - bootstrap_means(one, RESAMPLES, generator)
+    low, high = np.quantile(drawn, INTERVAL)
     tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))
     return Estimate(float(two.mean() - one.mean()), float(low), float(high), p)
-
-
-def _means_of_draws(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    parts, left = [], RESAMPLES
-    while left:
-        count = min(left, max(1, MAX_DRAWS_PER_CHUNK // len(values)))
-        parts.append(values[generator.integers(len(values), size=(count, len(values)))].mean(axis=1))
-        left -= count
-    return np.concatenate(parts)
 
 
 def _by_t(difference: float, error: float, degrees: float) -> Estimate:

@@ -16,11 +16,9 @@ import numpy as np
 from headrace.errors import BadInput
 from headrace.orchestrator.batch_metrics import MAX_FAILED_SHARE, pass_rates
 from headrace.tools.evaluate.completions import Correctness, ScoredEpisode
+from headrace.tools.statistics import INTERVAL, bootstrap_means
 
 RESAMPLES = 1000
-MAX_DRAWS_PER_CHUNK = 1_000_000
-"""Bounds the memory of a bootstrap."""
-CONFIDENCE = 0.95
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -50,11 +48,7 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     The same seed draws the same examples for all models.
     """
     array = np.asarray(values, np.float64)
-    rng = np.random.default_rng(seed)
-    rows = max(1, MAX_DRAWS_PER_CHUNK // len(array))
-    sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
-    means = np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(axis=1) for size in sizes])
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.quantile(bootstrap_means(array, RESAMPLES, np.random.default_rng(seed)), INTERVAL)
     return Estimate(float(array.mean()), float(low), float(high))
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.tools.probe.completions import BY_NAME, HUGE_CHARS, ScriptedCompletion, Severity
-from headrace.tools.probe.prompts import TINY
 from headrace.tools.probe.report import (
+    TINY,
     EpisodeProblem,
     ProbeEpisode,
     ProbeReport,

@@ -1,16 +1,20 @@
-"""The data of a probe: sent by the environment's process, and printed by `--json`."""
+"""The data of a probe: sent by the environment's process, and printed by `--json`. Never imports torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.environments.base import EpisodeError
+from headrace.environments.base import EpisodeError, evenly_spaced
 from headrace.rollout.checks import reward_problem, total_reward
 from headrace.rollout.types import Message, Rollout
+
+TINY = "tiny"
+"""The tokenizer and chat format of `headrace init-model tiny`, in which a byte is a token."""
 
 
 class LoadResult(msgspec.Struct):
@@ -178,3 +182,52 @@ def episode_rewards(rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list
     names = dict.fromkeys(name for rollout in trained for name in rollout.rewards)
     by_name = {name: sum(float(r.rewards.get(name, 0.0)) for r in trained) / len(trained) for name in names}
     return by_name, [total_reward(rollout.rewards) for rollout in trained]
+
+
+RenderExchange = Callable[[Exchange], tuple[str, int, int]]
+"""Returns the text of the first prompt, its length, and the length of the whole conversation, in tokens."""
+
+
+def summarize_prompts(report: ProbeReport, examples: int, render: RenderExchange, tokenizer: str) -> Prompts:
+    """Return the lengths and tools of all tasks that ran, and the text of `examples` of them, spread evenly."""
+    exchanges = {episode.task: episode.exchange for episode in reversed(report.episodes) if episode.exchange}
+    keys = dict(zip(report.played, report.keys, strict=True))
+    tasks = sorted(exchanges)
+    tools: dict[str, OfferedTool] = {}
+    for task in tasks:
+        for function in (tool["function"] for tool in exchanges[task].tools):
+            description = function.get("description", ""), function.get("parameters", {})
+            tool = tools.setdefault(function["name"], OfferedTool(function["name"], *description))
+            tool.share += 1 / len(exchanges)
+    prompts = Prompts(tokenizer, [], [], [], list(tools.values()))
+    shown_tasks = [tasks[index] for index in evenly_spaced(len(tasks), examples)]
+    for task in tasks:
+        try:
+            text, length, conversation_length = render(exchanges[task])
+        except Exception as error:  # chat templates may raise anything for messages that they cannot render
+            prompts.problem = f"task {task}: {type(error).__name__}: {error}"
+            break
+        prompts.lengths.append(length)
+        prompts.conversation_lengths.append(conversation_length)
+        if task in shown_tasks:
+            prompts.shown.append(ShownPrompt(task, keys[task], text, length))
+    return prompts
+
+
+def exchange_renderer(directory: Path, renderer_options: dict[str, Any]) -> RenderExchange:
+    """Return a function that renders with a model directory's tokenizer and chat format, chosen as in a run."""
+    from headrace.text.prompt import PromptRenderer
+    from headrace.text.renderer import make_renderer
+    from headrace.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(directory)
+    renderer = make_renderer(directory, tokenizer, **renderer_options)
+    prompts = PromptRenderer(renderer)
+
+    def render(exchange: Exchange) -> tuple[str, int, int]:
+        ids = prompts.render(exchange.prompt, exchange.tools).ids
+        tools: Any = exchange.tools or None
+        messages: Any = exchange.conversation
+        return tokenizer.decode(ids), len(ids), len(renderer.render_ids(messages, tools=tools))
+
+    return render

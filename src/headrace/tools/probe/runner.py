@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import Field
@@ -36,6 +36,7 @@ LATE = ("timeout", "blocked", "not_cancelled")
 because they did not stop when cancelled."""
 REWARD_TOLERANCE = 1e-9
 
+T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 """Called with the current activity, the number of finished steps and of all steps (0: unknown)."""
 
@@ -64,14 +65,11 @@ class ProbeRunner:
         scratch: Path,
         load_timeout: float = LOAD_TIMEOUT_S,
     ) -> None:
-        self._identifier = identifier
-        self._args = args
-        self._timeout = timeout
-        self._load_timeout = load_timeout
+        self._identifier, self._args = identifier, args
+        self._timeout, self._load_timeout = timeout, load_timeout
         self._trace = scratch / "trace"
         self._folder = ""
-        self._is_new_process = True
-        self._warms_up = True
+        self._is_new_process = self._warms_up = True
         self._sandbox = Sandbox(processes=1, memory_mb=MEMORY_MB)
 
     async def load(self) -> LoadResult | None:
@@ -79,7 +77,7 @@ class ProbeRunner:
         limit = self._load_timeout
         arguments = self._identifier, self._args, str(self._trace), limit
         try:
-            result = await self._call("load", *arguments, timeout=limit + TRACE_DELAY_S)
+            result = await self._sandbox.call(f"{WORKER_MODULE}:load", *arguments, timeout=limit + TRACE_DELAY_S)
         except CallTimeout as error:
             module = location_of(self._identifier)[0].partition(":")[0]
             spec = importlib.util.find_spec(module.partition(".")[0])
@@ -103,13 +101,11 @@ class ProbeRunner:
 
     async def keys(self) -> list[str]:
         await self.load()
-        keys: list[str] = await self._call("keys", timeout=self._load_timeout)
-        return keys
+        return await self._call("keys", timeout=self._load_timeout, kind=list[str])
 
     async def tasks(self, indices: Sequence[int]) -> list[Task]:
         await self.load()
-        tasks = await self._call("tasks", list(indices), timeout=self._load_timeout)
-        return [Task(self._identifier, data, key) for data, key in tasks]
+        return await self._call("tasks_at", list(indices), timeout=self._load_timeout, kind=list[Task])
 
     async def run(self, completion: ScriptedCompletion, task: int, keep: bool = False) -> ProbeEpisode:
         """Run one episode. A new process first runs a warm-up episode, which is slower because of imports."""
@@ -125,8 +121,9 @@ class ProbeRunner:
         """Close the environment and the process; return what the environment's `close` raised."""
         try:
             await self.load()
-            problem = await self._call("close", timeout=self._timeout + 2 * TRACE_DELAY_S)
-            return None if problem is None else msgspec.convert(problem, EpisodeProblem)
+            timeout = self._timeout + 2 * TRACE_DELAY_S
+            problems = await self._call("close", timeout=timeout, kind=list[EpisodeProblem])
+            return problems[0] if problems else None
         except CallTimeout:
             return EpisodeProblem("timeout", TIMEOUT_TEXT.format(self._timeout))
         except CallFailed as error:
@@ -143,8 +140,7 @@ class ProbeRunner:
         limit = self._timeout
         try:
             arguments = task, completion.name, limit, keep
-            result = await self._call("run", *arguments, timeout=limit + 2 * TRACE_DELAY_S)
-            return msgspec.convert(result, ProbeEpisode)
+            return await self._call("run_episode", *arguments, timeout=limit + 2 * TRACE_DELAY_S, kind=ProbeEpisode)
         except CallTimeout:
             trace = self._trace.read_text()
             if is_idle_in_event_loop(trace):
@@ -164,8 +160,10 @@ class ProbeRunner:
             blocked_seconds=blocked,
         )
 
-    async def _call(self, function: str, *args: Any, timeout: float) -> Any:
-        return await self._sandbox.call(f"{WORKER_MODULE}:{function}", *args, timeout=timeout)
+    async def _call(self, method: str, *args: Any, timeout: float, kind: type[T]) -> T:
+        """Call a method of the worker's `EnvironmentRunner`, and convert its result to `kind`."""
+        result = await self._sandbox.call(f"{WORKER_MODULE}:call", method, *args, timeout=timeout)
+        return msgspec.convert(result, kind)
 
 
 async def probe(

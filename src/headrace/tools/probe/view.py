@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.tools.probe.findings import Finding
-from headrace.tools.probe.prompts import TINY
-from headrace.tools.probe.report import ProbeEpisode, ProbeReport, Prompts, SampledEpisodes
+from headrace.tools.probe.report import TINY, ProbeEpisode, ProbeReport, Prompts, SampledEpisodes
 
 MAX_PROMPT_CHARS = 800
 """Characters of a prompt that are shown, from its beginning and its end."""

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -109,12 +109,28 @@ class EnvironmentRunner:
             await self.environment.score_group(group)
         return rollouts
 
-    def close(self) -> EpisodeProblem | None:
+    def keys(self) -> list[str]:
+        """Return the keys of all tasks, in order."""
+        return [task.key for task in self.tasks]
+
+    def tasks_at(self, indices: Sequence[int]) -> list[Task]:
+        return [self.tasks[index] for index in indices]
+
+    def run_episode(self, index: int, name: str, timeout: float, keep: bool) -> ProbeEpisode:
+        """Run the completion `name` on task `index`; dump the traceback if it blocks the interpreter."""
+        faulthandler.dump_traceback_later(timeout + TRACE_DELAY_S, file=_trace)
+        try:
+            return self.loop.run_until_complete(self.run(index, BY_NAME[name], timeout, keep))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def close(self) -> list[EpisodeProblem]:
+        """Close the environment; return what it raised, if anything."""
         try:
             self.loop.run_until_complete(self.environment.close())
         except Exception as error:
-            return self._problem(error)
-        return None
+            return [self._problem(error)]
+        return []
 
     def _problem(self, error: BaseException, context: ScriptedContext | None = None) -> EpisodeProblem:
         if isinstance(error, EpisodeError):
@@ -200,11 +216,6 @@ _runner: EnvironmentRunner | None = None
 _trace: Any = None
 
 
-def _get_runner() -> EnvironmentRunner:
-    assert _runner is not None, "load() must be called first"
-    return _runner
-
-
 def load(identifier: str, args: dict[str, Any], trace: str, timeout: float) -> dict[str, Any] | str | None:
     """Load the environment; return its `LoadResult`, an error message, or None if it is loaded already.
 
@@ -223,34 +234,10 @@ def load(identifier: str, args: dict[str, Any], trace: str, timeout: float) -> d
         return str(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    result: dict[str, Any] = msgspec.to_builtins(_runner.load_result)
-    return result
+    return cast(dict[str, Any], msgspec.to_builtins(_runner.load_result))
 
 
-def keys() -> list[str]:
-    """Return the keys of all tasks, in order."""
-    return [task.key for task in _get_runner().tasks]
-
-
-def tasks(indices: list[int]) -> list[tuple[dict[str, Any], str]]:
-    """Return data and key of each of these tasks."""
-    all_tasks = _get_runner().tasks
-    return [(all_tasks[index].data, all_tasks[index].key) for index in indices]
-
-
-def run(index: int, name: str, timeout: float, keep: bool) -> dict[str, Any]:
-    """Run the completion `name` on task `index`; return a `ProbeEpisode`, with its exchange if `keep`."""
-    runner = _get_runner()
-    faulthandler.dump_traceback_later(timeout + TRACE_DELAY_S, file=_trace)
-    try:
-        episode = runner.loop.run_until_complete(runner.run(index, BY_NAME[name], timeout, keep))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    result: dict[str, Any] = msgspec.to_builtins(episode)
-    return result
-
-
-def close() -> dict[str, Any] | None:
-    """Close the environment; return the `EpisodeProblem` if that failed."""
-    problem: dict[str, Any] | None = msgspec.to_builtins(_get_runner().close())
-    return problem
+def call(method: str, *args: Any) -> Any:
+    """Call a method of the loaded `EnvironmentRunner`; return its result as JSON types."""
+    assert _runner is not None, "load() must be called first"
+    return msgspec.to_builtins(getattr(_runner, method)(*args))
