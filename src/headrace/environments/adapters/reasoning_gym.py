@@ -81,11 +81,7 @@ class ReasoningGym(Environment):
         answer = chat.text if self._terse else tagged(chat.text, "answer")
         call = self._request.family, self._settings, (answer or "").strip(), task.data
         score = await self._reward.score(*call) if answer else 0.0
-        metrics = {
-            "solved": float(score == 1.0),
-            "answered": float(bool(answer)),
-            "scorer_error": float(score is None),
-        }
+        metrics = {"solved": float(score == 1.0), "answered": float(bool(answer)), "scorer_error": float(score is None)}
         return [chat.rollout({"score": score or 0.0}, metrics)]
 
     def question(self, data: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ class TextArena(Environment):
             move = await self._move(chats.get(seat), text, rng)
             over = move is None or game.play(move)
             if move is None:
-                game.forfeit(seat)
+                game.forfeited = seat
         outcomes = game.outcomes()
         return [
             chat.rollout({"reward": outcomes[seat]}, {"turns": len(chat.turns), **game.metrics(seat)})
@@ -114,10 +114,11 @@ class Game:
 
     def __init__(self, textarena: ModuleType, name: str, args: dict[str, Any], seats: int, seed: int) -> None:
         self._seats = seats
-        self._random = _RandomState(seed)
-        self._forfeited: int | None = None
+        self._random_states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        self.forfeited: int | None = None
+        """The seat that has lost without a move."""
         self._crashed = False
-        with self._random.used():
+        with self._own_random_state():
             self._game = textarena.make(name, **args)
             self._game.reset(num_players=seats, seed=seed % 2**32)
         self._inside = self._game
@@ -128,7 +129,7 @@ class Game:
 
     def shown(self) -> tuple[int, str]:
         """Return the seat to act and what it has not seen yet, without its own moves."""
-        with self._random.used():
+        with self._own_random_state():
             seat, observations = self._inside.get_observation()
         roles = self._inside.state.role_mapping
         texts = []
@@ -146,55 +147,48 @@ class Game:
         """Return whether the game is over after this move. A move on which the game raises is forfeited."""
         seat = self._inside.state.current_player_id
         try:
-            with self._random.used():
+            with self._own_random_state():
                 over, _ = self._game.step(action=move)
         except Exception as error:
             log.info("%s failed on the move %r: %s", type(self._inside).__name__, move[:200], fault_of(error).text)
             self._crashed = True
-            self.forfeit(seat)
+            self.forfeited = seat
             return True
         return bool(over)
 
-    def forfeit(self, seat: int) -> None:
-        self._forfeited = seat
-
     def outcomes(self) -> dict[int, float]:
         """Return the reward of each seat. Some games have a text in place of a number for an invalid move."""
-        if self._forfeited is not None:
-            return {seat: FORFEIT if seat == self._forfeited else -FORFEIT for seat in range(self._seats)}
+        if self.forfeited is not None:
+            return {seat: FORFEIT if seat == self.forfeited else -FORFEIT for seat in range(self._seats)}
         rewards, _ = self._game.close()
         if rewards is None:
             raise EpisodeError("environment", "the game ended without an outcome", place="no outcome")
         by_seat = {seat: rewards.get(seat, 0.0) for seat in range(self._seats)}
         return {seat: FORFEIT if isinstance(reward, str) else float(reward) for seat, reward in by_seat.items()}
 
+    @contextlib.contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        """Replace the global random states by the game's own while it computes."""
+        outer = random.getstate(), np.random.get_state()
+        _set_random_states(*self._random_states)
+        try:
+            yield
+        finally:
+            self._random_states = random.getstate(), np.random.get_state()
+            _set_random_states(*outer)
+
     def metrics(self, seat: int) -> dict[str, float]:
         info = self._inside.state.game_info.get(seat, {})
         return {
             "invalid_move": float(bool(info.get("invalid_move"))),
-            "forfeited": float(self._forfeited == seat),
+            "forfeited": float(self.forfeited == seat),
             "game_crashed": float(self._crashed),
         }
 
 
-class _RandomState:
-    """The random state of one game, which replaces the global one while the game computes."""
-
-    def __init__(self, seed: int) -> None:
-        self._plain = random.Random(seed).getstate()
-        self._numpy = np.random.RandomState(seed % 2**32).get_state()
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        plain, of_numpy = random.getstate(), np.random.get_state()
-        random.setstate(self._plain)
-        np.random.set_state(self._numpy)
-        try:
-            yield
-        finally:
-            self._plain, self._numpy = random.getstate(), np.random.get_state()
-            random.setstate(plain)
-            np.random.set_state(of_numpy)
+def _set_random_states(plain: Any, of_numpy: Any) -> None:
+    random.setstate(plain)
+    np.random.set_state(of_numpy)
 
 
 def random_move(text: str, rng: random.Random) -> str:

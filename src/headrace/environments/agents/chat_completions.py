@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 from headrace.environments.base import Reply
 from headrace.inference.backend import InvalidRequest
 from headrace.inference.server.replies import DONE, event
-from headrace.inference.server.request_bodies import (
-    MAX_CHOICES,
-    OpenAIRequest,
-    Unsupported,
-    envelope,
-    unsupported_in,
-)
+from headrace.inference.server.request_bodies import MAX_CHOICES, OpenAIRequest, Unsupported, envelope, unsupported_in
 from headrace.inference.server.streaming import cut
 from headrace.rollout.types import Message
 

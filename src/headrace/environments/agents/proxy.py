@@ -20,12 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.environments.agents.chat_completions import (
-    ChatRequest,
-    ignored_settings,
-    response_body,
-    response_events,
-)
+from headrace.environments.agents.chat_completions import ChatRequest, ignored_settings, response_body, response_events
 from headrace.environments.agents.episode import Episode, EpisodeOver
 from headrace.environments.base import Context, PromptTooLong
 from headrace.inference.backend import InvalidRequest

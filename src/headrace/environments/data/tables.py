@@ -287,10 +287,7 @@ def read_rows(
 
 
 def located_rows(
-    source: str | Path,
-    split: str | None = None,
-    subset: str | None = None,
-    columns: Mapping[str, str] | None = None,
+    source: str | Path, split: str | None = None, subset: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Iterator[Row]:
     """Yield the same rows with their file and line."""
     for table in _tables(source, split, subset):

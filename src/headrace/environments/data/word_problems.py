@@ -41,10 +41,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def gsm8k(
-    source: str | Path = GSM8K,
-    split: str = "train",
-    limit: int | None = None,
-    columns: Mapping[str, str] | None = None,
+    source: str | Path = GSM8K, split: str = "train", limit: int | None = None, columns: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of `question`, `answer` (the number after `####`, without commas) and `solution` (the steps before).
 

@@ -38,11 +38,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
 
 
 def asked(
-    question: str,
-    answer: str,
-    info: Mapping[str, Any],
-    instructions: str | None = None,
-    tags: Tags = None,
+    question: str, answer: str, info: Mapping[str, Any], instructions: str | None = None, tags: Tags = None
 ) -> TrainingSample:
     """Return a sample whose prompt is the instructions for the strict format, then the question.
 

@@ -52,9 +52,14 @@ class Scorer:
         if len(samples) != len(completions):
             raise ValueError(f"{len(completions)} completions of {len(samples)} samples")
         table = await self._rewards.score_group(completions, [sample.data for sample in samples])
-        rows = [dict(zip(table, column, strict=True)) for column in zip(*table.values(), strict=True)]
-        rows = rows or [{} for _ in samples]  # an objective without rewards
-        results = self._combine_whole(rows, samples, completions, progress or Progress())
+        rows = [{name: column[index] for name, column in table.items()} for index in range(len(samples))]
+        failures = [next((s for s in row.values() if isinstance(s, RewardFailure)), None) for row in rows]
+        whole = [index for index, failure in enumerate(failures) if failure is None]
+        scores = {name: [column[index] for index in whole] for name, column in table.items()}
+        combined = iter(
+            self._combine(scores, [samples[i] for i in whole], [completions[i] for i in whole], progress or Progress())
+        )
+        results = [next(combined) if failure is None else failure for failure in failures]
         return [self._scored(row, result) for row, result in zip(rows, results, strict=True)]
 
     @property
@@ -70,22 +75,6 @@ class Scorer:
     async def close(self) -> None:
         await self._rewards.close()
 
-    def _combine_whole(
-        self,
-        rows: Sequence[Mapping[str, Score]],
-        samples: Sequence[TrainingSample],
-        completions: Sequence[str],
-        progress: Progress,
-    ) -> list[Score]:
-        """Return the objective's reward of each completion that every reward has scored, else the first failure."""
-        failures = [next((s for s in row.values() if isinstance(s, RewardFailure)), None) for row in rows]
-        whole = [index for index, failure in enumerate(failures) if failure is None]
-        names = rows[0] if rows else ()
-        scores: dict[str, list[Any]] = {name: [rows[index][name] for index in whole] for name in names}
-        combined = self._combine(scores, [samples[i] for i in whole], [completions[i] for i in whole], progress)
-        results = iter(combined)
-        return [next(results) if failure is None else failure for failure in failures]
-
     def _combine(
         self,
         scores: Mapping[str, Sequence[Any]],
@@ -93,6 +82,7 @@ class Scorer:
         completions: Sequence[str],
         progress: Progress,
     ) -> list[Score]:
+        """Return the objective's reward of each completion that every reward has scored."""
         if not samples:
             return []
         try:
@@ -104,11 +94,10 @@ class Scorer:
         results = numbers_of(OBJECTIVE, "combine_rewards of the objective", combined, len(samples))
         if extra is None:
             return results
+        extras = numbers_of(OBJECTIVE, "extra_reward of the objective", extra, len(samples))
         return [
             a if isinstance(a, RewardFailure) else b if isinstance(b, RewardFailure) else a + b
-            for a, b in zip(
-                results, numbers_of(OBJECTIVE, "extra_reward of the objective", extra, len(samples)), strict=True
-            )
+            for a, b in zip(results, extras, strict=True)
         ]
 
     def _scored(self, row: Mapping[str, Score], result: Score) -> Scored:

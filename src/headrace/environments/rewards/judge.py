@@ -17,7 +17,7 @@ import random
 import re
 import sqlite3
 import string
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -81,14 +81,6 @@ def zero_to_one(answer: str) -> float | None:
     return score / most if score <= most and most > 0 else None
 
 
-class _PendingRequest:
-    """A request in flight, and the number of callers that wait for it."""
-
-    def __init__(self, task: asyncio.Task[str]) -> None:
-        self.task = task
-        self.waiting = 0
-
-
 @register_with_part("judge_reward")
 class Judge:
     """The score that a language model gives to the answer, from 0 to 1 unless `parse` reads it otherwise.
@@ -139,7 +131,9 @@ class Judge:
         self._retries = retries
         self._cache = AnswerCache(Path(cache) if cache is not None else None)
         self._on_failure = on_failure
-        self._pending: dict[str, _PendingRequest] = {}
+        self._pending: dict[str, asyncio.Task[str]] = {}
+        self._waiting: Counter[str] = Counter()
+        """Callers that wait for each request."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rate_limit: asyncio.Lock
 
@@ -153,7 +147,7 @@ class Judge:
             return float(self._on_failure)
 
     async def close(self) -> None:
-        tasks = [request.task for request in self._pending.values()]
+        tasks = list(self._pending.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -182,19 +176,18 @@ class Judge:
         if (cached := self._cache.get(key)) is not None:
             self.counts["cached"] += 1
             return cached
-        pending = self._pending.get(key)
-        if pending is None:
-            pending = self._pending[key] = _PendingRequest(asyncio.create_task(self._send(key, messages)))
-        else:
+        if key in self._pending:
             self.counts["cached"] += 1
-        pending.waiting += 1
+        else:
+            self._pending[key] = asyncio.create_task(self._send(key, messages))
+        self._waiting[key] += 1
         try:
-            return await asyncio.shield(pending.task)
+            return await asyncio.shield(self._pending[key])
         finally:
-            pending.waiting -= 1
-            if not pending.waiting:
-                pending.task.cancel()
-                del self._pending[key]
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                self._pending.pop(key).cancel()
 
     async def _send(self, key: str, messages: list[dict[str, str]]) -> str:
         for attempt in itertools.count():

@@ -56,11 +56,7 @@ class Rewards:
     """
 
     def __init__(
-        self,
-        rewards: Mapping[str, Any] | Sequence[Any],
-        *,
-        timeout: float = 60.0,
-        in_threads: bool = False,
+        self, rewards: Mapping[str, Any] | Sequence[Any], *, timeout: float = 60.0, in_threads: bool = False
     ) -> None:
         self.rewards = _named(rewards)
         self._forms = {name: form_of(reward) for name, reward in self.rewards.items()}

@@ -26,26 +26,16 @@ class Gsm8k(SingleTurn):
     """Grade-school problems, whose answers are numbers. Evaluate on `split = "test"`."""
 
     def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
-        super().__init__(
-            bound(gsm8k, rows),
-            _question,
-            {"correct": Numeric(extract="boxed")},
-            gold=_solution,
-            demonstrate_mistakes=demonstrate_mistakes,
-        )
+        rewards, share = {"correct": Numeric(extract="boxed")}, demonstrate_mistakes
+        super().__init__(bound(gsm8k, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
 
 
 class Math(SingleTurn):
     """Competition problems, whose answers are numbers, expressions, sets, words: MATH by level and subject, or AIME."""
 
     def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
-        super().__init__(
-            bound(math, rows),
-            _question,
-            {"correct": Symbolic(timeout=timeout)},
-            gold=_solution,
-            demonstrate_mistakes=demonstrate_mistakes,
-        )
+        rewards, share = {"correct": Symbolic(timeout=timeout)}, demonstrate_mistakes
+        super().__init__(bound(math, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
 
 
 class StrictMath(SingleTurn):

@@ -132,16 +132,18 @@ class TokenGrpo(Objective):
 
 
 def _two_stages(first: Any, second: Any, start_step: Any, start_epoch: Any) -> TwoStages:
-    starts = [start for start in (start_step, start_epoch) if start is not None]
-    if len(starts) > 1:
+    if start_step is not None and start_epoch is not None:
         fact, fix = "stage2_start_step is set, too", "Leave one of the two out."
         raise BadArgument(fact, key="stage2_start_epoch", value=start_epoch, fix=fix)
-    if (second is None) != (not starts):
-        given = {"stage2_start_step": start_step, "stage2_start_epoch": start_epoch} if starts else {}
-        given |= {"stage2_length_penalty_lambda": second} if second is not None else {}
-        key, value = next((key, value) for key, value in given.items() if value is not None)
+    options = {
+        "stage2_start_step": start_step,
+        "stage2_start_epoch": start_epoch,
+        "stage2_length_penalty_lambda": second,
+    }
+    given = [(key, value) for key, value in options.items() if value is not None]
+    if len(given) == 1:
         fix = "Set stage2_length_penalty_lambda, and stage2_start_step or stage2_start_epoch."
-        raise BadArgument("half of a second stage", key=key, value=value, fix=fix)
+        raise BadArgument("half of a second stage", key=given[0][0], value=given[0][1], fix=fix)
     if start_step is not None:
         check_whole("stage2_start_step", start_step, 0)
     if start_epoch is not None and _finite("stage2_start_epoch", start_epoch) < 0:
