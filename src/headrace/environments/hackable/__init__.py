@@ -1,8 +1,9 @@
 """The hackable layer: data providers, rewards and objectives as small plugins of a run file. Never imports torch."""
 
-from headrace.environments.hackable.objective import Objective, Progress
 from headrace.environments.hackable.registry import (
     DataProvider,
+    Objective,
+    Progress,
     build_data_provider,
     build_objective,
     in_order,

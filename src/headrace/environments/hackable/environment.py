@@ -12,8 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from headrace.environments.arguments import check_number
-from headrace.environments.hackable.objective import Progress
-from headrace.environments.hackable.registry import build_data_provider, build_objective
+from headrace.environments.hackable.registry import Progress, build_data_provider, build_objective
 from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.hackable.scoring import Scorer
 from headrace.environments.rewards.registry import REWARDS, build_rewards, options_by_reward

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environments.hackable.objective import Objective, Progress
+from headrace.environments.hackable.registry import Objective, Progress
 from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.rewards.base import AnyReward
 from headrace.environments.rewards.running import RewardFailure, Rewards, Score, failure_of, numbers_of

@@ -22,7 +22,7 @@ from headrace.runfile.explain import Explanation, value_words, words_of
 from headrace.runfile.hackable.sections import HackableConfig
 
 if TYPE_CHECKING:
-    from headrace.environments.hackable.objective import Objective
+    from headrace.environments.hackable.registry import Objective
     from headrace.environments.plugins import PluginRegistry
 
 Kwargs = dict[str, Any]

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from headrace.environments.arguments import BadArgument, check_choice, check_flag, check_whole
-from headrace.environments.hackable.objective import Objective, Progress
-from headrace.environments.hackable.registry import register_objective
+from headrace.environments.hackable.registry import Objective, Progress, register_objective
 from headrace.environments.hackable.samples import TrainingSample
 
 CORRECTNESS = "gsm8k_correctness_reward"
