@@ -19,8 +19,8 @@ from headrace.environments.base import EpisodeError, PromptTooLong, Reply, ToolC
 from headrace.orchestrator.conversation import Continuation, Prompter
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import NOT_SAMPLED, ROLES, Message, Rollout
+from headrace.text.messages import untrained_reply
 from headrace.text.renderer import make_renderer
-from headrace.text.replies import untrained_reply
 from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer
 from tests.orchestrator.adversary import TOOLS

@@ -107,7 +107,7 @@ def _contents(arguments: argparse.Namespace) -> Iterator[Contents]:
     elif is_run(target):
         yield contents_of_run(target, arguments.repo, parts)
     elif (target / MARKER).is_file():
-        from headrace.trainer.export import export
+        from headrace.trainer.learner import export
 
         # A checkpoint has the name of its run: a later step is a newer state of the same model.
         checkpoint = target.resolve()

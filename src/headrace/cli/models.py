@@ -29,7 +29,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
 def run_export(arguments: argparse.Namespace) -> int:
     _refuse_occupied(arguments.target)
     checkpoint = _find_checkpoint(arguments.source, arguments.step)
-    from headrace.trainer.export import export
+    from headrace.trainer.learner import export
 
     export(
         checkpoint,

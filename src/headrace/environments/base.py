@@ -17,8 +17,8 @@ from headrace.environments.strict_format import THINKING_TAGS
 from headrace.errors import BadInput
 from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Message, Rollout, Task
-from headrace.text.replies import Reply as Reply
-from headrace.text.replies import ToolCall as ToolCall
+from headrace.text.messages import Reply as Reply
+from headrace.text.messages import ToolCall as ToolCall
 
 
 class EpisodeError(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
 from headrace.inference.client.openai_client import ChatResponse, OpenAIError
 from headrace.rollout.types import Message
-from headrace.text.openai_messages import openai_messages, parse_reply
+from headrace.text.messages import openai_messages, parse_reply
 
 OVERFLOW_WORDS = ("context", "max_model_len")
 """Words with which servers report that a conversation is too long."""

@@ -15,7 +15,7 @@ from renderers.base import Renderer
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
 from headrace.rollout.types import Message, Turn
 from headrace.text.completion import CompletionParser
-from headrace.text.openai_messages import InvalidMessage, check_messages
+from headrace.text.messages import InvalidMessage, check_messages
 from headrace.text.prompt import Prompt, PromptRenderer, Tools, text_length
 from headrace.text.renderer import TOOLS_NOT_SHOWN, shows_tools
 from headrace.text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from headrace.orchestrator.conversation import (
     run_inline_or_in_thread,
 )
 from headrace.rollout.types import Message, Turn
-from headrace.text.openai_messages import content_text, refusal_text
+from headrace.text.messages import content_text, refusal_text
 from headrace.text.prompt import Prompt
 from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
 from headrace.rollout.types import Message
+from headrace.text.messages import INVALID_JSON, NO_NAME, ToolCall, assistant_message, checked_tool_call
 from headrace.text.prompt import Tools
-from headrace.text.replies import INVALID_JSON, NO_NAME, ToolCall, assistant_message, checked_tool_call
 from headrace.text.tokenizer import Tokenizer
 
 MAX_TOOL_CALLS = 16

@@ -23,8 +23,8 @@ from renderers.base import Renderer
 
 from headrace.rollout.types import NOT_SAMPLED, Message, Turn
 from headrace.text.completion import CompletionParser, parsed_tool_call
+from headrace.text.messages import Reply, ToolCall, assistant_message
 from headrace.text.prompt import Prompt, Tools
-from headrace.text.replies import Reply, ToolCall, assistant_message
 from headrace.text.tokenizer import Tokenizer, common_prefix_length
 
 QUESTION: Message = {"role": "user", "content": "?"}

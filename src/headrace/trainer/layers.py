@@ -80,17 +80,21 @@ def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = MIN_O
 
     Copies overlap with the following layers, and in the backward pass with the preceding ones. No effect on a CPU.
     """
-    chain = _Chain()
+    newest: list[Callable[[], _Stage | None]] = [lambda: None]
     for number, layer in enumerate(layers):
-        layer.forward = _offloaded(layer, chain, number == 0, smallest)
+        layer.forward = _offloaded(layer, newest, number == 0, smallest)
 
 
-def _offloaded(layer: torch.nn.Module, chain: _Chain, first: bool, smallest: int) -> Callable[..., Any]:
+def _offloaded(
+    layer: torch.nn.Module, newest: list[Callable[[], _Stage | None]], first: bool, smallest: int
+) -> Callable[..., Any]:
+    """`newest` has the newest stage of a pass over the layers; autograd's saved tensors alone keep stages alive."""
     forward = layer.forward
 
     @wraps(forward)
     def wrapped(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stage = chain.begin(hidden.device, first)
+        stage = _Stage(hidden.device, None if first else newest[0]())
+        newest[0] = weakref.ref(stage)
         shared = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         pack = _Pack(stage, list(layer.parameters()), shared, smallest)
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -121,18 +125,6 @@ class _Pack:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unpack(saved: Tensor | _Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.stage.take(saved.number)
-
-
-class _Chain:
-    """The newest stage of a pass over the layers. Stages are kept alive only by autograd's saved tensors."""
-
-    def __init__(self) -> None:
-        self._newest: Callable[[], _Stage | None] = lambda: None
-
-    def begin(self, device: torch.device, first: bool) -> _Stage:
-        stage = _Stage(device, None if first else self._newest())
-        self._newest = weakref.ref(stage)
-        return stage
 
 
 class _Stage:

@@ -14,7 +14,7 @@ from headrace.environments.base import Environment, EpisodeError, Reply
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
 from headrace.rollout.types import Message, Rollout, Task
-from headrace.text.replies import untrained_reply
+from headrace.text.messages import untrained_reply
 from tests.refusals import refused
 
 TIC = "textarena:TicTacToe-v0"

@@ -19,7 +19,7 @@ from headrace.observe.metrics import read_metrics
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Rollout
-from headrace.text.replies import untrained_reply
+from headrace.text.messages import untrained_reply
 from headrace.tools.probe.completions import COMPLETIONS, ChatState
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import headrace, write_run_file

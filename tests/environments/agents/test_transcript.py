@@ -15,7 +15,7 @@ from headrace.environments.agents.episode import Episode, Transcript
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Turn
-from headrace.text.openai_messages import InvalidMessage, canonical_messages
+from headrace.text.messages import InvalidMessage, canonical_messages
 from tests.orchestrator.adversary import TOOLS, Adversary
 from tests.orchestrator.exactness import check_samples, check_turns, is_clean
 from tests.orchestrator.recording_engine import RecordingEngine, scripted

@@ -13,7 +13,7 @@ from headrace.environments.base import EpisodeError, PromptTooLong, Reply
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
-from headrace.text.openai_messages import openai_messages, parse_reply
+from headrace.text.messages import openai_messages, parse_reply
 from headrace.tools.probe import sampling
 from headrace.tools.probe.report import LoadResult, ProbeReport
 from headrace.tools.probe.sampling import EndpointContext, SamplingEndpoint, sample

@@ -24,8 +24,13 @@ from headrace.environments.base import Context, PromptTooLong
 from headrace.environments.tools import is_plain
 from headrace.inference.backend import InvalidRequest
 from headrace.rollout.types import Message, Turn
-from headrace.text.openai_messages import InvalidMessage, canonical_messages, check_encodable, replace_surrogates
-from headrace.text.replies import assistant_message
+from headrace.text.messages import (
+    InvalidMessage,
+    assistant_message,
+    canonical_messages,
+    check_encodable,
+    replace_surrogates,
+)
 
 TOKEN_BYTES = 18
 

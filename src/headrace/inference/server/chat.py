@@ -23,7 +23,7 @@ from headrace.inference.schema import MAX_LOGPROBS, SamplingParams
 from headrace.inference.server.request_bodies import OpenAIRequest, Unsupported, envelope, usage_of
 from headrace.inference.server.streaming import MARKERS, GrowingText, Progress, Update, Updates, cut_end, stream_events
 from headrace.inference.server.token_text import TokenText
-from headrace.text.openai_messages import InvalidMessage, renderer_messages
+from headrace.text.messages import InvalidMessage, renderer_messages
 from headrace.text.renderer import TOOLS_NOT_SHOWN, shows_tools
 from headrace.text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from headrace.environments.base import Environment, EpisodeError, Reply, ToolCall
 from headrace.environments.script import perturbed
 from headrace.rollout.types import Message, Task
-from headrace.text.replies import untrained_reply
+from headrace.text.messages import untrained_reply
 
 Kind = Literal["gold", "mistake", "empty", "garbage", "hostile", "tool call"]
 Severity = Literal["error", "warning", "note"]
