@@ -1,7 +1,7 @@
 """The head's two passes over a chunk of logits, for a GPU: each reads every logit once.
 
-The matrix products before and after them are cuBLAS's: a kernel of our own that keeps the logits to itself would lose
-more in the product than these passes take. Imported only where there is a GPU, since torch's CUDA builds bring triton.
+The matrix products before and after them are cuBLAS's: a fused kernel that never writes the logits would lose more in
+the product than these passes take. Imported only where there is a GPU, since torch's CUDA builds include triton.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Logits of a token that are looked at at once."""
+"""Logits of a token that are processed at once."""
 WARPS = 8
 
 
 def score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-softmax at the label, its normalizer, and the entropy, in float32."""
+    """Return the log-softmax at the label, its normalizer, and the entropy, in float32."""
     logprobs, normalizers, entropy = (torch.empty_like(temperatures) for _ in range(3))
     tokens, vocabulary = logits.shape
     if tokens:
@@ -29,7 +29,7 @@ def score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor,
 def gradient(
     logits: Tensor, labels: Tensor, temperatures: Tensor, logprobs: Tensor, normalizers: Tensor, grad: Tensor
 ) -> Tensor:
-    """The gradient of the logits, in their place."""
+    """Overwrite the logits with their gradient; return it."""
     scale = grad / temperatures
     tokens, vocabulary = logits.shape
     if tokens:

@@ -14,8 +14,8 @@ masks and bounds have no gradient.
     ce         -t
     ref_kl     -keep * stopgrad(ref - t) * rho + kl_tau * l**2    keep: d >= -low
 
-All but the last two are losses of the rl component, one file each in `headrace.trainer.losses`. Each returns a sum
-over its members; the step divides it by the number of members in the whole step. Metrics are sums and counts.
+All but the last two are losses of the rl component (`headrace.trainer.losses.shipped`). Each returns a sum over its
+members; the step divides it by the number of members in the whole step. Metrics are sums and counts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 Metrics = dict[str, "tuple[Tensor, Tensor]"]
 """Sum and count by name."""
 TAKEN_METRICS = {"loss", "entropy"}
-"""What the step itself reports."""
+"""Metrics that the step reports itself; a loss must use other names."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read; every tensor has one value per token. `loss_mask` is this component's members."""
+    """The inputs of a loss; every tensor has one value per token. `loss_mask` marks the members of this component."""
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
@@ -52,7 +52,7 @@ class PackedInputs(LossInputs):
     """The tokens of several whole sequences, end to end."""
 
     sequences: Tensor
-    """Which sequence each token is of, by a number below the number of tokens."""
+    """For each token the number of its sequence, which is below the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,20 @@ class LossOutputs:
     """A sum over members."""
     metrics: Metrics = field(default_factory=dict)
     masked: Tensor | None = None
-    """Per token, whether a mask, clip or cap of the loss took hold of it, for people to look at. None: it has none."""
+    """Per token, whether the loss masked, clipped or capped it, for `headrace tokens`. None: not reported."""
 
 
 Loss = Callable[[PackedInputs], LossOutputs]
 
 
 def ce_loss(inputs: LossInputs) -> LossOutputs:
-    """Cross-entropy with the token itself as the label."""
+    """Return the cross-entropy with the token itself as the label."""
     nll = -of_members(inputs.trainer_logprobs, inputs)
     return LossOutputs(weighted_sum(nll, inputs), {"ce/nll": masked_mean(nll, inputs.loss_mask)})
 
 
 def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> LossOutputs:
-    """On-policy distillation: the reference's log-ratio takes the place of the advantage."""
+    """Return the loss of on-policy distillation: the reference's log-ratio takes the place of the advantage."""
     if inputs.ref_logprobs is None:
         raise ValueError(MISSING_REFERENCE)
     gap = (inputs.ref_logprobs - inputs.trainer_logprobs).detach()
@@ -87,7 +87,7 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
 
 
 def masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau: float) -> LossOutputs:
-    """-credit * rho where it is not masked, plus kl_tau * l**2 everywhere."""
+    """Return -credit * rho where it is not masked, plus kl_tau * l**2 everywhere."""
     log_ratio = log_ratios(inputs)
     per_token = -_credited_ratio(credit, log_ratio, ~masked)
     if kl_tau:
@@ -103,7 +103,7 @@ def masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau
 
 
 def clipped_ratio_loss(inputs: LossInputs, log_ratio: Tensor, eps_low: float, eps_high: float) -> LossOutputs:
-    """-min(ratio * A, clip(ratio) * A). The clipped side, where it is the smaller, has no gradient."""
+    """Return -min(ratio * A, clip(ratio) * A). The clipped side, where it is the smaller, has no gradient."""
     advantages, ratio = of_members(inputs.advantages, inputs), log_ratio.detach().exp()
     too_low = (advantages < 0) & (ratio < 1 - eps_low)
     too_high = (advantages > 0) & (ratio > 1 + eps_high)
@@ -120,10 +120,10 @@ def clipped_ratio_loss(inputs: LossInputs, log_ratio: Tensor, eps_low: float, ep
 
 
 def _credited_ratio(credit: Tensor, log_ratio: Tensor, keep: Tensor) -> Tensor:
-    """credit * ratio where it is kept, else 0."""
-    # A credit that is no finite number is kept, so that the step is skipped and said, rather than the token unnoticed.
+    """Return credit * ratio where it is kept, else 0."""
+    # A credit that is not finite is kept: the step is then skipped and logged, instead of the token unnoticed.
     keep = (keep & (credit != 0)) | ~credit.isfinite()
-    # Cut before the exponential: behind it an infinite ratio times a zero gradient would still be a NaN.
+    # Masked before the exponential: after it, an infinite ratio times a zero gradient would be NaN.
     return (credit * log_ratio.where(keep, 0.0).exp()).where(keep, 0.0)
 
 
@@ -132,12 +132,12 @@ def log_ratios(inputs: LossInputs) -> Tensor:
 
 
 def of_members(values: Tensor, inputs: LossInputs) -> Tensor:
-    """0 elsewhere, early on, so that nothing that other tokens hold reaches the gradient."""
+    """Return the values of members, 0 for other tokens, so that their values do not reach the gradient."""
     return values.where(inputs.loss_mask, 0.0)
 
 
 def mean_of_sequence(values: Tensor, inputs: PackedInputs) -> Tensor:
-    """For each token the mean over its sequence's members, where `values` is 0 outside them."""
+    """Return for each token the mean over the members of its sequence; `values` must be 0 for other tokens."""
     count = values.new_zeros(values.shape).index_add(0, inputs.sequences, inputs.loss_mask.to(values.dtype))
     total = values.new_zeros(values.shape).index_add(0, inputs.sequences, values)
     return (total / count.clamp(min=1)).index_select(0, inputs.sequences)
@@ -148,7 +148,7 @@ def probability_difference(inputs: LossInputs) -> Tensor:
 
 
 def _mismatch(log_ratio: Tensor) -> Tensor:
-    """An estimate of the divergence between trainer and engine that is never negative."""
+    """Return an estimate of the divergence between trainer and engine that is never negative."""
     return (log_ratio.exp() - log_ratio - 1).detach()
 
 

@@ -42,10 +42,10 @@ class CustomLossConfig(LossConfig):
 class CustomLoss:
     """A user's own function of one sequence, `package.module:function`.
 
-    It sees the sequence's trained tokens of all components, in order; `loss_mask` says which are members of this one.
-    Sequences without members are not shown to it. It is called once at the start, with a sequence of one token, since
-    every rank must report the same metrics, also one that has no sequence. A loss without a gradient is refused, unless
-    it is 0: so a function may leave a sequence out.
+    It gets the sequence's trained tokens of all components, in order; `loss_mask` marks the members of this one. It is
+    not called for sequences without members. It is called once at the start, with a sequence of one token, since every
+    rank must report the same metrics, also one without sequences. A loss without a gradient is refused, unless it is 0,
+    with which a function may leave a sequence out.
     """
 
     def __init__(self, import_path: str, kwargs: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class CustomLoss:
         outputs = self._function(sequence)
         self._check(outputs, sequence)
         self._metrics = list(outputs.metrics)
-        self._tells_masked = outputs.masked is not None
+        self._reports_masked = outputs.masked is not None
 
     def __call__(self, inputs: PackedInputs) -> LossOutputs:
         import torch
@@ -86,7 +86,7 @@ class CustomLoss:
             if outputs.masked is not None:
                 masked[place] = outputs.masked
         metrics = {"mismatch_kl": mismatch_kl(inputs), **sums}
-        return LossOutputs(loss, metrics, masked if self._tells_masked else None)
+        return LossOutputs(loss, metrics, masked if self._reports_masked else None)
 
     def _check(self, outputs: Any, sequence: LossInputs) -> None:
         import torch
@@ -114,7 +114,7 @@ class CustomLoss:
 
 
 def _split(inputs: PackedInputs) -> Iterator[tuple[slice, LossInputs]]:
-    """Each sequence that has members, alone, and where it is."""
+    """Return the place and the inputs of each sequence that has members."""
     import torch
 
     lengths = torch.unique_consecutive(inputs.sequences, return_counts=True)[1].tolist()
