@@ -168,13 +168,13 @@ def find_run(path: Path) -> Path:
     directory = path.parent if path.is_file() and path.name == RunDir(path).config.name else path
     if is_run(directory):
         return directory
+    fact, fix = "not a run directory (no config.toml, no metrics.jsonl)", "Give the output_dir of a run."
     if path.is_file():
+        fact = "a file, not a run directory"
         fix = "Start the run with headrace rl or headrace sft, then give its output_dir."
-        raise BadRequest("a file, not a run directory", key="RUN", value=path, fix=fix)
-    if not path.exists():
-        raise BadRequest("no such directory", key="RUN", value=path, fix="Give the output_dir of a run.")
-    fact = "not a run directory (no config.toml, no metrics.jsonl)"
-    raise BadRequest(fact, key="RUN", value=path, fix="Give the output_dir of a run.")
+    elif not path.exists():
+        fact = "no such directory"
+    raise BadRequest(fact, key="RUN", value=path, fix=fix)
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:

@@ -272,10 +272,8 @@ def _curves(history: History, width: int) -> list[tuple[str, Text]]:
 
 
 def _speeds(latest: Record) -> list[tuple[str, Text]]:
-    parts = []
-    for key, label in (("perf/sampled_tokens_per_second", "sampled"), ("perf/trained_tokens_per_second", "trained")):
-        if key in latest:
-            parts.append(f"{number(latest[key])} {label}")
+    keys = {label: f"perf/{label}_tokens_per_second" for label in ("sampled", "trained")}
+    parts = [f"{number(latest[key])} {label}" for label, key in keys.items() if key in latest]
     rows = [("tokens/s", Text("   ".join(parts)))] if parts else []
     if "off_policy/staleness/mean" in latest:
         rows.append(("staleness", Text(f"{number(latest['off_policy/staleness/mean'])} steps")))

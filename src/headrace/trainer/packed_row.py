@@ -167,30 +167,24 @@ def _varlen_sequences(spans: list[_Span], device: torch.device) -> VarlenSequenc
 def _padded_blocks(spans: list[_Span], size: int, device: torch.device) -> PaddedBlocks:
     whole = [span for span in spans if 2 * span.own > span.length]
     tails = [span for span in spans if 2 * span.own <= span.length]
+    similar_tails = [b for a in _similar(tails, lambda span: span.length) for b in _similar(a, lambda span: span.own)]
     outputs = np.zeros(size, np.int64)
     blocks: list[PaddedBlock] = []
     counted = 0
-    for similar in _similar(whole, lambda span: span.length):
-        keys = _padded([span.places for span in similar])
-        _set_outputs(outputs, similar, counted, keys.shape[1], [span.shared for span in similar])
-        counted += keys.size
-        index = on_device(keys, device)
-        blocks.append(PaddedBlock(index, index, None))
-    for similar in (b for a in _similar(tails, lambda span: span.length) for b in _similar(a, lambda span: span.own)):
-        keys = _padded([span.places for span in similar])
-        queries = _padded([span.places[span.shared :] for span in similar])
-        _set_outputs(outputs, similar, counted, queries.shape[1], [0] * len(similar))
+    for group, is_whole in (
+        *((group, True) for group in _similar(whole, lambda span: span.length)),
+        *((group, False) for group in similar_tails),
+    ):
+        keys = _padded([span.places for span in group])
+        queries = keys if is_whole else _padded([span.places[span.shared :] for span in group])
+        for number, span in enumerate(group):
+            first = counted + number * queries.shape[1] + (span.shared if is_whole else 0)
+            outputs[span.places[span.shared :]] = np.arange(first, first + span.own)
         counted += queries.size
-        starts = np.array([span.shared for span in similar])
-        blocks.append(PaddedBlock(on_device(queries, device), on_device(keys, device), on_device(starts, device)))
+        index = on_device(keys, device)
+        starts = None if is_whole else on_device(np.array([span.shared for span in group]), device)
+        blocks.append(PaddedBlock(index if is_whole else on_device(queries, device), index, starts))
     return PaddedBlocks(blocks, on_device(outputs, device))
-
-
-def _set_outputs(outputs: np.ndarray, spans: list[_Span], start: int, width: int, skipped: list[int]) -> None:
-    """Set for each span's own tokens the index of their query in the block that starts at query `start`."""
-    for number, (span, skip) in enumerate(zip(spans, skipped, strict=True)):
-        first = start + number * width + skip
-        outputs[span.places[span.shared :]] = np.arange(first, first + span.own)
 
 
 def _similar(spans: list[_Span], size: Callable[[_Span], int]) -> Iterator[list[_Span]]:
