@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from headrace.inference.client import pool
-from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import (
     EngineFailed,
@@ -18,7 +17,7 @@ from headrace.inference.client.errors import (
     EngineUnavailable,
     server_message,
 )
-from headrace.inference.schema import SamplingParams, WeightVersionSpan
+from headrace.inference.schema import Completion, SamplingParams, WeightVersionSpan
 from headrace.inference.server.app import App
 from headrace.inference.server.main import CannotListen, HttpServer, bind, url_of
 from headrace.rollout.version import Version

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.inference.client.completion import Completion
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.schema import SamplingParams, WeightVersionSpan
+from headrace.inference.schema import Completion, SamplingParams, WeightVersionSpan
 from headrace.orchestrator.drift import Drift
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.types import NOT_SAMPLED, Sample

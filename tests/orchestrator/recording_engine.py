@@ -4,9 +4,8 @@ from collections.abc import Callable
 from random import Random
 from typing import NamedTuple, cast
 
-from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.schema import SamplingParams, WeightVersionSpan
+from headrace.inference.schema import Completion, SamplingParams, WeightVersionSpan
 
 Answer = Callable[[list[int], SamplingParams], tuple[list[int], str]]
 """From a prompt to the tokens of a completion and why it ended."""

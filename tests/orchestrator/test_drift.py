@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.schema import WeightVersionSpan
+from headrace.inference.schema import Completion, WeightVersionSpan
 from headrace.orchestrator.drift import Drift, truncation
 from headrace.rollout.batch import BatchSample
 from headrace.rollout.merge import merge_turns

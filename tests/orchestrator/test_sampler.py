@@ -12,7 +12,7 @@ from renderers import config_from_name, create_renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong
 from headrace.environments.tools import Tool
-from headrace.inference.client.completion import Completion
+from headrace.inference.schema import Completion
 from headrace.orchestrator.conversation import derive_seed
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.types import Message

@@ -29,8 +29,8 @@ from functools import partial
 import numpy as np
 
 from headrace.errors import Failure
-from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.schema import Completion
 from headrace.observe.metrics import Means
 from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample
 from headrace.rollout.version import Version

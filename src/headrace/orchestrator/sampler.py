@@ -15,11 +15,10 @@ from renderers.base import Renderer
 
 from headrace.environments.base import EpisodeError, Reply
 from headrace.environments.openai_chat import chat, is_context_overflow
-from headrace.inference.client.completion import Completion
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import Completion, SamplingParams
 from headrace.orchestrator.conversation import (
     INLINE_CHARS,
     Conversation,

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.inference.client.completion import Completion, Scores, read_completion, read_scores
 from headrace.inference.client.errors import (
     EngineBusy,
     EngineCallError,
@@ -34,11 +33,15 @@ from headrace.inference.client.pool import MAX_RETRY_S, MIN_RETRY_S, NO_ENDPOINT
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     SESSION_HEADER,
+    Completion,
     GenerateRequest,
     Health,
     SamplingParams,
+    Scores,
     UpdateWeightsRequest,
     UpdateWeightsResponse,
+    read_completion,
+    read_scores,
 )
 from headrace.rollout.batch import SCHEMA
 from headrace.rollout.version import Version
