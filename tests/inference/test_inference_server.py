@@ -228,6 +228,8 @@ async def test_models_and_health_say_what_is_served(
     [health] = await client.health()
     assert (health.model, health.capacity, health.max_model_len) == (str(model_directory), 8, 128)
     assert (health.status, health.paused, health.vocab_size) == ("ok", False, 264)
+    async with http.get("/health") as answer:
+        assert (await answer.json())["stands_still"] is False
 
 
 @pytest.mark.parametrize("served_name", [None, "teacher"])

@@ -91,7 +91,7 @@ class PooledEngine:
     conversations: int = 0
     """Conversations of the sessions on this engine, those between two requests included."""
     busy_until: float = 0.0
-    """The time until which it asked for no requests."""
+    """The time until which no requests are sent to it."""
     capacity: int | None = None
     """Requests that it runs at once; None until its first report."""
     foreign_requests: int = 0
@@ -123,8 +123,8 @@ class EnginePool:
 
     def update(self, endpoints: Iterable[Endpoint]) -> None:
         """Replace the set of engines. A new process at an old URL starts with a fresh state."""
-        known = {engine.endpoint: engine for engine in self.engines.values()}
-        self.engines = {endpoint.url: known.get(endpoint) or PooledEngine(endpoint) for endpoint in endpoints}
+        registered = {engine.endpoint: engine for engine in self.engines.values()}
+        self.engines = {endpoint.url: registered.get(endpoint) or PooledEngine(endpoint) for endpoint in endpoints}
 
     def join(self, key: str) -> None:
         """Add a conversation to a session."""

@@ -49,12 +49,16 @@ class Metrics:
         return "\n".join([*_engine_lines(state, model_name), *self._server_lines(), ""])
 
     def _server_lines(self) -> Iterator[str]:
-        yield from _head("headrace_http_requests_total", "counter", "Answers by route and HTTP status.")
+        yield from _head("headrace_http_requests_total", "counter", "Responses by route and HTTP status.")
         for (route, status), count in sorted(self.responses.items()):
             yield _sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
-        yield from _head("headrace_http_request_seconds", "histogram", "Seconds from a request to its answer's end.")
+        yield from _head(
+            "headrace_http_request_seconds", "histogram", "Seconds from a request to the end of its response."
+        )
         yield from self.seconds.lines("headrace_http_request_seconds")
-        yield from _head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streamed answers.")
+        yield from _head(
+            "headrace_first_token_seconds", "histogram", "Seconds to the first token of streamed responses."
+        )
         yield from self.first_token.lines("headrace_first_token_seconds")
 
 
@@ -87,18 +91,18 @@ class Measured:
 def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
     for name, kind, help_text, value in (
         ("requests_running", "gauge", "Requests that the engine works on.", state.running),
-        ("requests_waiting", "gauge", "Requests in line.", state.waiting),
+        ("requests_waiting", "gauge", "Requests in the queue.", state.waiting),
         ("requests_capacity", "gauge", "Requests that the engine runs at once.", state.capacity),
         ("kv_cache_usage", "gauge", "Share of the KV cache that running requests hold, 0 to 1.", state.kv_usage),
-        ("paused", "gauge", "1 while all requests are held.", int(state.paused)),
+        ("paused", "gauge", "1 while all requests are suspended.", int(state.paused)),
         ("stands_still", "gauge", "1 while the trainer holds the device lock.", int(state.waits_for_trainer)),
         ("failed", "gauge", "1 if the engine is dead.", int(state.failure is not None)),
         ("tokens_sampled_total", "counter", "Tokens sampled.", state.tokens_sampled),
         ("tokens_computed_total", "counter", "Prompt tokens that went through the model.", state.tokens_computed),
         ("tokens_cached_total", "counter", "Prompt tokens that the prefix cache had.", state.tokens_cached),
-        ("preemptions_total", "counter", "Requests that lost their place in the KV cache.", state.preemptions),
+        ("preemptions_total", "counter", "Requests that were preempted for lack of KV cache.", state.preemptions),
         ("hand_overs_total", "counter", "Times the device lock was handed to the trainer.", state.hand_overs),
-        ("cache_releases_total", "counter", "Those for which the KV cache was given up.", state.cache_releases),
+        ("cache_releases_total", "counter", "Hand-overs at which the KV cache was released.", state.cache_releases),
     ):
         yield from _head(f"headrace_{name}", kind, help_text)
         yield _sample(f"headrace_{name}", value)
