@@ -52,13 +52,9 @@ class Metrics:
         yield from _head("headrace_http_requests_total", "counter", "Responses by route and HTTP status.")
         for (route, status), count in sorted(self.responses.items()):
             yield _sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
-        yield from _head(
-            "headrace_http_request_seconds", "histogram", "Seconds from a request to the end of its response."
-        )
+        yield from _head("headrace_http_request_seconds", "histogram", "Seconds from a request to its response's end.")
         yield from self.seconds.lines("headrace_http_request_seconds")
-        yield from _head(
-            "headrace_first_token_seconds", "histogram", "Seconds to the first token of streamed responses."
-        )
+        yield from _head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streams.")
         yield from self.first_token.lines("headrace_first_token_seconds")
 
 
