@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.rollout.balance import spread
-from headrace.rollout.packing import cost_of_model, cut_into_bins, pack_for_worker, pack_for_workers
+from headrace.rollout.packing import cost_of_model, cut_into_bins, pack_for_worker
 from headrace.rollout.types import Sample
 
 SEQ_LEN = 16384
@@ -107,7 +107,7 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     print(
         f"{'lengths':<24}{'samples':>8}{'bins':>6}{'workers':>9}  {'':<16}{'max/mean':>9}{'lockstep':>10}"
-        f"{'balance ms':>12}{'pack ms':>9}{'own ms':>8}"
+        f"{'balance ms':>12}{'pack ms':>8}"
     )
     for name, wanted, workers in CASES:
         lengths = draw_lengths(LENGTHS[name], wanted)
@@ -120,7 +120,6 @@ def main() -> None:
             line = f"{case}  {kind:<16}{heaviest:>9.4f}{lockstep:>10.4f}{balance:>12.2f}"
             if deal is spread:
                 arguments = (samples_of(lengths), SEQ_LEN, workers, COST, PAD_TO_MULTIPLE_OF)
-                line += f"{measure(repeats, pack_for_workers, *arguments):>9.0f}"
                 line += f"{measure(repeats, pack_for_worker, 0, *arguments):>8.0f}"
             print(line)
 

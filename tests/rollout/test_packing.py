@@ -15,7 +15,6 @@ from headrace.rollout.packing import (
     cut_into_bins,
     pack,
     pack_for_worker,
-    pack_for_workers,
 )
 from headrace.rollout.types import NOT_SAMPLED, Sample
 from tests.rollout.strategies import FIXED, sample, samples
@@ -25,6 +24,12 @@ SQUARED = Cost(1, 1)
 QWEN3_0_6B = Cost(1191968768, 114688)
 
 sample_lists = st.lists(samples(min_length=1, max_length=12, trainable=True), max_size=9)
+
+
+def pack_for_workers(
+    samples: list[Sample], seq_len: int, workers: int, cost: Cost, multiple: int = 1
+) -> list[list[Bin]]:
+    return [pack_for_worker(worker, samples, seq_len, workers, cost, multiple) for worker in range(workers)]
 
 
 def credited(prompt: int, completion: int, advantage: float = 1.0) -> Sample:
@@ -225,14 +230,6 @@ def test_nothing_packs_into_nothing():
     assert pack([], 8) == []
 
 
-def test_a_worker_alone_finds_the_bins_that_all_others_expect_it_to_have():
-    batch = of_lengths(9, 7, 7, 5, 3, 2, 2)
-    together = pack_for_workers(batch, 10, 2, SQUARED, 4)
-    for worker, share in enumerate(together):
-        alone = pack_for_worker(worker, batch, 10, 2, SQUARED, 4)
-        assert [(bin_.sources, bin_.lengths) for bin_ in alone] == [(bin_.sources, bin_.lengths) for bin_ in share]
-
-
 def test_the_costliest_bin_is_split_until_the_bins_divide_by_the_workers():
     # first-fit-decreasing into 8: [6, 2], [5, 3], [4, 4]; squares 40, 34, 32: the first is split for two workers
     assert cut_into_bins([6, 2, 5, 3, 4, 4], 8, 2, Cost(1, 1)) == [[0], [2, 3], [4, 5], [1]]
@@ -248,7 +245,7 @@ def test_halves_are_split_again_when_workers_are_many():
 
 
 def test_fewer_samples_than_workers_leave_dummies_without_loss():
-    shares = pack_for_workers(of_lengths(3, 2), 8, 4, PER_TOKEN, pad_to_multiple_of=4)
+    shares = pack_for_workers(of_lengths(3, 2), 8, 4, PER_TOKEN, 4)
     assert [[bin_.sources for bin_ in share] for share in shares] == [[[0, -1]], [[1, -1]], [[-1]], [[-1]]]
     (dummy,) = shares[3]
     assert dummy.lengths == [4]
@@ -260,7 +257,7 @@ def test_padding_is_one_more_sequence_with_weight_0_in_all_streams():
     full = sample(
         1, 2, advantages=[5] * 3, rl_weights=[2] * 3, ce_weights=[3] * 3, ref_kl_weights=[4] * 3, ref_logprobs=[-6] * 3
     )
-    ((bin_,),) = pack_for_workers([full, credited(1, 1)], 8, 1, PER_TOKEN, pad_to_multiple_of=4)
+    ((bin_,),) = pack_for_workers([full, credited(1, 1)], 8, 1, PER_TOKEN, 4)
     assert bin_.lengths == [3, 2, 3]
     assert bin_.sources == [0, 1, NO_SAMPLE]
     assert bin_.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
@@ -275,7 +272,7 @@ def test_padding_is_one_more_sequence_with_weight_0_in_all_streams():
 
 
 def test_a_bin_that_needs_no_padding_has_no_stream_for_it():
-    ((bin_,),) = pack_for_workers(of_lengths(4), 8, 1, PER_TOKEN, pad_to_multiple_of=4)
+    ((bin_,),) = pack_for_workers(of_lengths(4), 8, 1, PER_TOKEN, 4)
     assert set(bin_.streams) == {"advantages"}
 
 
@@ -305,9 +302,9 @@ def test_no_samples_leave_every_worker_with_nothing():
 
 def test_numbers_that_make_no_bins_are_refused():
     with pytest.raises(ValueError, match="workers = 0"):
-        pack_for_workers(of_lengths(2), 8, 0, PER_TOKEN)
+        pack_for_worker(0, of_lengths(2), 8, 0, PER_TOKEN)
     with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
-        pack_for_workers(of_lengths(2), 8, 1, PER_TOKEN, 0)
+        pack_for_worker(0, of_lengths(2), 8, 1, PER_TOKEN, 0)
     with pytest.raises(ValueError, match=r"\b9\b.*\b8\b"):
         assign_bins([2, 9], 8, 1, PER_TOKEN)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from headrace.errors import Failure
-from headrace.rollout.types import Sample
+from headrace.rollout.types import TOKEN_ARRAYS, Sample
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -87,10 +87,7 @@ def encode_batch(batch: Batch) -> bytes:
     spans = [sample.obs_spans for sample in samples]
     columns: dict[str, np.ndarray] = {
         "offsets": _offsets([len(sample) for sample in samples]),
-        "token_ids": _concatenate([s.token_ids for s in samples], np.int32),
-        "mask": _concatenate([s.mask for s in samples], np.bool_),
-        "logprobs": _concatenate([s.logprobs for s in samples], np.float32),
-        "versions": _concatenate([s.versions for s in samples], np.int32),
+        **{name: _concatenate([getattr(s, name) for s in samples], dtype) for name, dtype in TOKEN_ARRAYS.items()},
         "prompt_lengths": np.array([s.prompt_length for s in samples], np.int32),
         "temperatures": np.array([s.temperature for s in samples], np.float64),
         "envs": np.array([envs.index(entry.env) for entry in batch.samples], np.int32),
@@ -131,15 +128,13 @@ def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:
     for index in range(len(offsets) - 1):
         span = slice(offsets[index], offsets[index + 1])
         obs = columns["obs_spans"][obs_offsets[index] : obs_offsets[index + 1]]
+        arrays: dict[str, Any] = {name: columns[name][span] for name in TOKEN_ARRAYS}
         samples.append(
             Sample(
-                columns["token_ids"][span],
-                columns["mask"][span],
-                columns["logprobs"][span],
-                columns["versions"][span],
-                int(columns["prompt_lengths"][index]),
-                float(columns["temperatures"][index]),
-                [(int(a), int(b), int(c), int(d)) for a, b, c, d in obs],
+                **arrays,
+                prompt_length=int(columns["prompt_lengths"][index]),
+                temperature=float(columns["temperatures"][index]),
+                obs_spans=[(int(a), int(b), int(c), int(d)) for a, b, c, d in obs],
             )
         )
     for column in columns:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from headrace.rollout.balance import spread
-from headrace.rollout.types import NOT_SAMPLED, Sample
+from headrace.rollout.types import NOT_SAMPLED, TOKEN_ARRAYS, Sample
 
 STREAM_DEFAULTS: dict[str, float] = {
     "advantages": 0.0,
@@ -106,22 +106,13 @@ def pack(samples: list[Sample], seq_len: int) -> list[Bin]:
     return [_fill(bin_, prepared) for bin_ in _first_fit_decreasing([len(sample) for sample in prepared], seq_len)]
 
 
-def pack_for_workers(
-    samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
-) -> list[list[Bin]]:
-    """Return the bins of each worker, the same number for all, in the order of `assign_bins`.
-
-    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding.
-    """
-    prepared = _prepare(samples, seq_len)
-    shares = assign_bins([len(sample) for sample in prepared], seq_len, workers, cost, pad_to_multiple_of)
-    return [[_fill(bin_, prepared, pad_to_multiple_of) for bin_ in share] for share in shares]
-
-
 def pack_for_worker(
     worker: int, samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
 ) -> list[Bin]:
-    """Return the bins of one worker, as `pack_for_workers` does, without filling the bins of the others."""
+    """Return the bins of one worker, in the order of `assign_bins`; every worker has the same number.
+
+    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding.
+    """
     prepared = _prepare(samples, seq_len)  # checks all samples, so that every worker refuses a bad batch
     shares = assign_bins([len(sample) for sample in prepared], seq_len, workers, cost, pad_to_multiple_of)
     return [_fill(bin_, prepared, pad_to_multiple_of) for bin_ in shares[worker]]
@@ -222,11 +213,8 @@ def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -
     lengths = [len(sample) for sample in chosen]
     names = {name for sample in chosen for name in sample.streams if name in STREAM_DEFAULTS}
     return Bin(
-        token_ids=np.concatenate([s.token_ids for s in chosen]),
+        **{name: np.concatenate([getattr(s, name) for s in chosen]) for name in TOKEN_ARRAYS},
         lengths=lengths,
-        mask=np.concatenate([s.mask for s in chosen]),
-        logprobs=np.concatenate([s.logprobs for s in chosen]),
-        versions=np.concatenate([s.versions for s in chosen]),
         temperatures=np.repeat(np.array([s.temperature for s in chosen], np.float32), lengths),
         sources=sources,
         streams={

@@ -24,13 +24,11 @@ TRUNCATED = "truncated_logprobs"
 ROLES = ("", "system", "user", "assistant", "tool")
 """Author of a prompt token, by index; 0 is the chat format itself and any other role."""
 
-KNOWN_STREAMS: dict[str, np.dtype[Any]] = {
-    "advantages": np.dtype(np.float32),
-    "rl_weights": np.dtype(np.float32),
-    "ce_weights": np.dtype(np.float32),
-    "ref_kl_weights": np.dtype(np.float32),
-    "ref_logprobs": np.dtype(np.float32),
-}
+TOKEN_ARRAYS = {"token_ids": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+"""The per-token arrays that every sample has, in the order of its fields."""
+KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(
+    ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"), np.dtype(np.float32)
+)
 """Streams that the trainer reads; it ignores other streams of a sample."""
 
 
@@ -111,10 +109,8 @@ class Sample(msgspec.Struct):
     streams: dict[str, np.ndarray] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.token_ids = np.asarray(self.token_ids, np.int32)
-        self.mask = np.asarray(self.mask, np.bool_)
-        self.logprobs = np.asarray(self.logprobs, np.float32)
-        self.versions = np.asarray(self.versions, np.int32)
+        for name, dtype in TOKEN_ARRAYS.items():
+            setattr(self, name, np.asarray(getattr(self, name), dtype))
         self.check()
 
     def __len__(self) -> int:
@@ -156,15 +152,13 @@ class Sample(msgspec.Struct):
         if len(self) <= length:
             return self
         completion = max(0, length - self.prompt_length)
+        arrays: dict[str, Any] = {name: getattr(self, name)[:length] for name in TOKEN_ARRAYS}
         return Sample(
-            self.token_ids[:length],
-            self.mask[:length],
-            self.logprobs[:length],
-            self.versions[:length],
-            min(self.prompt_length, length),
-            self.temperature,
-            [(s, t, p, min(n, completion - s)) for s, t, p, n in self.obs_spans if s < completion],
-            {name: values[:length] for name, values in self.streams.items()},
+            **arrays,
+            prompt_length=min(self.prompt_length, length),
+            temperature=self.temperature,
+            obs_spans=[(s, t, p, min(n, completion - s)) for s, t, p, n in self.obs_spans if s < completion],
+            streams={name: values[:length] for name, values in self.streams.items()},
         )
 
 

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from headrace.errors import BadInput
 from headrace.rollout.merge import merge_turns, observed_roles
-from headrace.rollout.types import KNOWN_STREAMS, TRUNCATED, Rollout, RolloutError, Sample, Turn
+from headrace.rollout.types import KNOWN_STREAMS, TOKEN_ARRAYS, TRUNCATED, Rollout, RolloutError, Sample, Turn
 from headrace.transport.run_dir import RolloutKind
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,12 @@ ROW_GROUP_ROLLOUTS = 64
 _DTYPES = {
     pa.from_numpy_dtype(dtype): dtype for dtype in (np.bool_, np.int8, np.int32, np.int64, np.float32, np.float64)
 }
-_TOKEN_COLUMNS = {"token_ids": pa.int32(), "mask": pa.bool_(), "logprobs": pa.float32(), "versions": pa.int32()}
+_TOKEN_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in TOKEN_ARRAYS.items()}
 _STREAM_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in KNOWN_STREAMS.items()}
+_PLAIN_COLUMNS = (
+    "env", "task_key", "group_id", "draw_id", "episode", "credited", "agent", "trainable", "truncated", "stop_reason",
+)  # fmt: skip
+"""Fields of a rollout that are stored as they are."""
 _OBS_SPANS = pa.list_(pa.struct([(name, pa.int32()) for name in ("start", "turn", "prompt_start", "length")]))
 _TEXTS = pa.list_(pa.string())
 _NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -167,14 +171,7 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
     rollouts = [rollout for rollout, _ in rows]
     columns: dict[str, Any] = {
         "step": [step] * len(rows),
-        "env": [r.env for r in rollouts],
-        "task_key": [r.task_key for r in rollouts],
-        "group_id": [r.group_id for r in rollouts],
-        "draw_id": [r.draw_id for r in rollouts],
-        "episode": [r.episode for r in rollouts],
-        "credited": [r.credited for r in rollouts],
-        "agent": [r.agent for r in rollouts],
-        "trainable": [r.trainable for r in rollouts],
+        **{name: [getattr(r, name) for r in rollouts] for name in _PLAIN_COLUMNS},
         # Null, not NaN: a failed rollout must not turn the average of a query into NaN.
         "reward": [None if math.isnan(r.reward) else r.reward for r in rollouts],
         "rewards": _maps([r.rewards for r in rollouts]),
@@ -185,8 +182,6 @@ def _table(step: int, rows: Sequence[tuple[Rollout, str | None]]) -> pa.Table:
         "completion_tokens": [r.completion_tokens for r in rollouts],
         "version_min": [r.oldest_version for r in rollouts],
         "version_max": [r.newest_version for r in rollouts],
-        "truncated": [r.truncated for r in rollouts],
-        "stop_reason": [r.stop_reason for r in rollouts],
         "drop_reason": [reason for _, reason in rows],
         "error_reason": [r.error.reason if r.error else None for r in rollouts],
         "error": [r.error.detail if r.error else None for r in rollouts],
@@ -338,22 +333,13 @@ def _rollouts(table: pa.Table) -> list[SavedRollout]:
 
 def _rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray | None]) -> SavedRollout:
     rollout = Rollout(
-        env=row["env"],
-        task_key=row["task_key"],
-        group_id=row["group_id"],
-        draw_id=row["draw_id"],
-        episode=row["episode"],
-        credited=row["credited"],
-        agent=row["agent"],
-        trainable=row["trainable"],
+        **{name: row[name] for name in _PLAIN_COLUMNS},
         reward=math.nan if row["reward"] is None else row["reward"],
         rewards=dict(row["rewards"]),
         metrics=dict(row["metrics"]),
         messages=json.loads(row["messages"]),
         turns=turns_of(samples, roles, row["num_turns"]),
         samples=samples,
-        truncated=row["truncated"],
-        stop_reason=row["stop_reason"],
         error=None if row["error_reason"] is None else RolloutError(row["error_reason"], row["error"] or ""),
         timings={} if row["seconds"] is None else {"episode": row["seconds"]},
     )
