@@ -14,11 +14,11 @@ Left out on purpose: state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, Tally
 from headrace.algorithms.length_penalty import LengthPenalty, LengthPenaltyConfig
@@ -88,16 +88,15 @@ class GroupCreditConfig(CreditTermsConfig):
     def baseline(self) -> tuple[Literal["std"] | None, bool]:
         return self.normalize, self.length_weighted_baseline
 
-    @model_validator(mode="after")
-    def _one_baseline(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
+        yield from super().problems()
         if self.length_weighted_baseline and self.length_penalty is not None and self.length_penalty.OWN_BASELINE:
-            raise InvalidValue(
+            yield InvalidValue(
                 f'length_penalty.type = "{self.length_penalty.type}" has a baseline of its own, the plain mean',
                 key="length_weighted_baseline",
                 value=True,
                 fix='Leave it out, or set length_penalty.type to "linear" or "overlong".',
             )
-        return self
 
 
 class GroupCredit:

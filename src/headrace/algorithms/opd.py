@@ -8,10 +8,10 @@ used. A rollout that the teacher did not score is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.algorithms.base import MakeContext, Survivor
 from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
@@ -37,23 +37,22 @@ class OpdConfig(DistillationConfig):
     def make(self, context: MakeContext) -> Opd:
         return Opd(context.reference(self.teacher), self.max_concurrent)
 
-    @model_validator(mode="after")
-    def _has_another_teacher(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
+        yield from super().problems()
         if self.teacher is None:
-            raise InvalidValue(
+            yield InvalidValue(
                 "opd needs a teacher, which is not set",
                 key="teacher",
                 fix="Set teacher.name, and teacher.base_url to where it is served.",
             )
         if self.teacher == "policy":
-            raise InvalidValue(
+            yield InvalidValue(
                 "the KL of the policy to itself is zero",
                 key="teacher",
                 value="policy",
                 fix='Set teacher.name and teacher.base_url of another model, or type = "opsd", where the policy learns '
                 "from a demonstration.",
             )
-        return self
 
 
 class Opd(TaughtAlgorithm):

@@ -8,7 +8,8 @@ settings; there are no presets.
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 from pydantic import Field, model_validator
@@ -129,17 +130,15 @@ class AlgorithmConfig(Alternative):
         """Return the keys of a task's `info` that the algorithm needs, with example values."""
         return {}
 
-    @model_validator(mode="after")
-    def _samples_from_the_policy(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
         source = self.sampling.source
         if self.ON_POLICY and source != "policy":
-            raise InvalidValue(
+            yield InvalidValue(
                 f"{self.type} trains on what the policy itself sampled, with its logprobs",
                 key="sampling.source",
                 value=source.name,
                 fix='Set sampling.source = "policy", or type = "sft" to learn what another model writes.',
             )
-        return self
 
 
 def hinted_length(seq_len: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Tag, model_validator
 
@@ -87,6 +87,23 @@ class Config(BaseModel):
     def translated(cls, tree: Tree, files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
         """Translate a merged tree that is written in another form into one of this type; return it with notices."""
         return tree, []
+
+    def problems(self) -> Iterator[InvalidValue]:
+        """Yield what is wrong with the values of several keys together; the first problem is reported."""
+        return iter(())
+
+    def invalid(self, key: str, fact: str, fix: str | None = None) -> InvalidValue:
+        """Return a problem of the value at a dotted key of this section."""
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return InvalidValue(fact, key=key, value=value, fix=fix)
+
+    @model_validator(mode="after")
+    def _refuse_problems(self) -> Self:
+        for problem in self.problems():
+            raise problem
+        return self
 
     def notices(self) -> list[str]:
         """Return notices about a configuration that is valid but probably not intended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -44,18 +45,12 @@ class ModelConfig(Config):
     trust_remote_code: bool = False
     """Run Python code that comes with the model's files."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> ModelConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         given = [key for key in ("name", "init", "sft") if getattr(self, key) is not None]
         if len(given) > 1:
             *others, key = given
-            raise InvalidValue(
-                f"{' and '.join(others)} also {'sets' if len(others) == 1 else 'set'} the model",
-                key=key,
-                value=getattr(self, key),
-                fix="Give one of name, init and sft.",
-            )
-        return self
+            fact = f"{' and '.join(others)} also {'sets' if len(others) == 1 else 'set'} the model"
+            yield self.invalid(key, fact, "Give one of name, init and sft.")
 
 
 MODEL_ORIGINS = ("model.name", "model.init", "model.sft")
@@ -95,13 +90,9 @@ class SamplingConfig(Config):
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens per turn."""
 
-    @model_validator(mode="after")
-    def _top_k_positive(self) -> SamplingConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.top_k is not None and self.top_k != -1 and self.top_k < 1:
-            raise InvalidValue(
-                "not a number of tokens", key="top_k", value=self.top_k, fix="Set 1 or more, or -1 for off."
-            )
-        return self
+            yield self.invalid("top_k", "not a number of tokens", "Set 1 or more, or -1 for off.")
 
     def over(self, defaults: SamplingConfig) -> SamplingConfig:
         """Return these values where they are set, else the defaults."""

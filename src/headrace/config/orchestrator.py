@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -80,17 +80,13 @@ class EvalEnvConfig(EnvConfig):
     """Lowest reward that counts as solved in pass@k; unset: that of `[eval]`."""
 
 
-def check_env_names(key: str, envs: Sequence[EnvConfig]) -> None:
-    """Raise if a name is reserved or not unique; `key` is that of the list."""
+def env_name_problems(key: str, envs: Sequence[EnvConfig]) -> Iterator[InvalidValue]:
+    """Yield names that are reserved or not unique; `key` is that of the list."""
     names = [env.name for env in envs]
     for number, name in enumerate(names):
         if name == "all" or name in names[:number]:
-            raise InvalidValue(
-                "reserved for the total in metrics" if name == "all" else "another environment has this name, too",
-                key=f"{key}.{number}.name",
-                value=name,
-                fix="Set a name of its own.",
-            )
+            fact = "reserved for the total in metrics" if name == "all" else "another environment has this name, too"
+            yield InvalidValue(fact, key=f"{key}.{number}.name", value=name, fix="Set a name of its own.")
 
 
 DefaultSampling = Annotated[SamplingConfig, AfterValidator(lambda given: given.over(SamplingConfig(temperature=1.0)))]
@@ -263,17 +259,16 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _filters_alias(cls, value: Any) -> Any:
-        """Read `filters` as another name of `post_batch_filters`."""
-        if isinstance(value, dict) and "filters" in value:
+    def _read_other_names(cls, value: Any) -> Any:
+        """Read `filters` as another name of `post_batch_filters`, and `advantage` of `algo`; set the default size."""
+        if not isinstance(value, dict):
+            return value
+        if value.get("batch_size") is None and value.get("token_batch_size") is None:
+            value["batch_size"] = 128
+        if "filters" in value:
             if "post_batch_filters" in value:
                 raise InvalidValue("another name of post_batch_filters, which is set", key="filters", fix="Give one.")
             value["post_batch_filters"] = value.pop("filters")
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _advantage_is_algo(cls, value: Any) -> Any:
         return _fold_advantage(value)
 
     @field_validator("post_batch_filters")
@@ -305,139 +300,81 @@ class OrchestratorConfig(Config):
             if self.algo_of(env).COMPARES and (env.group_size or self.group_size) == 1
         ]
 
-    @model_validator(mode="after")
-    def _check(self) -> OrchestratorConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.max_async_level > self.max_off_policy_steps:
-            raise InvalidValue(
+            yield self.invalid(
+                "max_async_level",
                 f"above max_off_policy_steps, which is {self.max_off_policy_steps}: what is sampled that far ahead "
                 "would be dropped as too old",
-                key="max_async_level",
-                value=self.max_async_level,
-                fix="Lower max_async_level, or raise max_off_policy_steps.",
+                "Lower max_async_level, or raise max_off_policy_steps.",
             )
         for slot in ("pre_batch_filters", "post_batch_filters"):
             names = [entry.label for entry in getattr(self, slot)]
-            if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-                raise InvalidValue(
-                    "there is already a filter of this name",
-                    key=f"{slot}.{len(names) - 1 - names[::-1].index(twice[0])}",
-                    value=twice[0],
-                    fix="Leave one out; two of your own need different names.",
-                )
-        check_env_names("train.env", self.train.env)
-        check_env_names("eval.env", self.eval.env)
-        return self
-
-    @model_validator(mode="after")
-    def _batches_hold_whole_groups(self) -> OrchestratorConfig:
-        if self.batch_size is not None and self.token_batch_size is not None:
-            raise InvalidValue(
-                f"batch_size is {self.batch_size}, and a batch is counted in rollouts or in tokens",
-                key="token_batch_size",
-                value=self.token_batch_size,
-                fix="Give batch_size or token_batch_size.",
-            )
-        if self.batch_size is None and self.token_batch_size is None:
-            object.__setattr__(self, "batch_size", 128)
-        for size in sorted({env.group_size or self.group_size for env in self.train.env} or {self.group_size}):
-            if self.batch_size is not None and self.batch_size % size:
-                raise InvalidValue(
-                    f"not whole groups of group_size = {size}",
-                    key="batch_size",
-                    value=self.batch_size,
-                    fix=f"Set a multiple, as {-(-self.batch_size // size) * size}.",
-                )
-            if self.max_inflight_rollouts != "auto" and self.max_inflight_rollouts < size:
-                raise InvalidValue(
-                    f"less than a group of group_size = {size}",
-                    key="max_inflight_rollouts",
-                    value=self.max_inflight_rollouts,
-                    fix=f'Raise it to at least {size}, or set "auto".',
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _all_ratios_or_none(self) -> OrchestratorConfig:
-        without = [number for number, env in enumerate(self.train.env) if env.ratio is None]
-        if 0 < len(without) < len(self.train.env):
-            raise InvalidValue(
-                "not set, while other environments have a ratio",
-                key=f"train.env.{without[0]}.ratio",
-                fix="Set ratio on all environments, or on none: then tasks are drawn by their number.",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_evaluated(self) -> OrchestratorConfig:
+            for number, name in enumerate(names):
+                if name in names[:number]:
+                    fix = "Leave one out; two of your own need different names."
+                    fact = "there is already a filter of this name"
+                    yield InvalidValue(fact, key=f"{slot}.{number}", value=name, fix=fix)
+        yield from env_name_problems("train.env", self.train.env)
+        yield from env_name_problems("eval.env", self.eval.env)
+        yield from self._batch_problems()
         if "eval" in self.model_fields_set and not self.eval.env:
             fix = "Add an [[orchestrator.eval.env]], or take the section back: --orchestrator.eval null."
-            raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
-        return self
-
-    @model_validator(mode="after")
-    def _no_greedy_training(self) -> OrchestratorConfig:
+            yield InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
         for number, env in enumerate(self.train.env):
-            if self.train_temperature(env) == 0:
-                own = env.sampling.temperature is not None
-                raise InvalidValue(
-                    "greedy samples have no usable logprobs",
-                    key=f"train.env.{number}.sampling.temperature" if own else "train.sampling.temperature",
-                    value=0,
-                    fix="Set a temperature above 0; evaluation may be greedy.",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _algorithms_have_what_they_need(self) -> OrchestratorConfig:
-        keys = ["algo" if env.algo is None else f"train.env.{n}.algo" for n, env in enumerate(self.train.env)]
-        algorithms = [self.algo_of(env) for env in self.train.env]
-        for key, algo in zip(keys or ["algo"], algorithms or [self.algo], strict=True):
-            penalty = getattr(algo, "length_penalty", None)
-            if penalty is not None and penalty.needs_seq_len and self.seq_len is None:
-                raise InvalidValue(
-                    "tokens are counted in units of seq_len, which is not set",
-                    key=f"{key}.length_penalty",
-                    fix='Set seq_len, or normalize_by = "group_max".',
-                )
-            if self.renderer.name == "none" and algo.RENDERER_FOR:
-                raise InvalidValue(
-                    f"{algo.type} {algo.RENDERER_FOR}, and there is no renderer",
-                    key=key,
-                    value=algo.type,
-                    fix="Set renderer.name, or leave it out for the one that fits the model.",
-                )
-            if self.renderer.name == "default" and algo.NEEDS_ROLES:
-                raise InvalidValue(
-                    f"{algo.type} {algo.RENDERER_FOR}, and the model's own chat template does not say",
-                    key="renderer.name",
-                    value=self.renderer.name,
-                    fix='Set the name of the model\'s family, for example "qwen3", or "auto".',
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _gates_have_advantages_to_look_at(self) -> OrchestratorConfig:
-        for number, env in enumerate(self.train.env):
-            gate = env.curriculum.gate
-            if gate is not None and gate.READS_ADVANTAGES and not self.algo_of(env).HAS_ADVANTAGES:
-                raise InvalidValue(
-                    f"the gate looks at advantages, and {self.algo_of(env).type} gives none",
-                    key=f"train.env.{number}.curriculum.gate",
-                    value=gate.type,
-                    fix='Leave it out, or set type = "none".',
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _renderer_is_there_and_used(self) -> OrchestratorConfig:
+            yield from self._environment_problems(f"train.env.{number}", env)
+        if not self.train.env:
+            yield from self._algorithm_problems("algo", self.algo)
         if self.renderer.name == "none":
             fact = "environments use chat messages, which need a renderer"
-            raise InvalidValue(fact, key="renderer.name", value="none", fix='Set "auto", or leave it out.')
+            yield self.invalid("renderer.name", fact, 'Set "auto", or leave it out.')
         if self.renderer.pool_size > 1 and not self.train.env and not self.eval.env:
-            raise InvalidValue(
-                "there is no environment whose prompts would be rendered",
-                key="renderer.pool_size",
-                value=self.renderer.pool_size,
-                fix="Leave it out, or add a [[train.env]] or [[eval.env]].",
+            fact = "there is no environment whose prompts would be rendered"
+            yield self.invalid("renderer.pool_size", fact, "Leave it out, or add a [[train.env]] or [[eval.env]].")
+
+    def _batch_problems(self) -> Iterator[InvalidValue]:
+        if self.batch_size is not None and self.token_batch_size is not None:
+            fact = f"batch_size is {self.batch_size}, and a batch is counted in rollouts or in tokens"
+            yield self.invalid("token_batch_size", fact, "Give batch_size or token_batch_size.")
+        for size in sorted({env.group_size or self.group_size for env in self.train.env} or {self.group_size}):
+            if self.batch_size is not None and self.batch_size % size:
+                fix = f"Set a multiple, as {-(-self.batch_size // size) * size}."
+                yield self.invalid("batch_size", f"not whole groups of group_size = {size}", fix)
+            if self.max_inflight_rollouts != "auto" and self.max_inflight_rollouts < size:
+                fix = f'Raise it to at least {size}, or set "auto".'
+                yield self.invalid("max_inflight_rollouts", f"less than a group of group_size = {size}", fix)
+
+    def _environment_problems(self, key: str, env: TrainEnvConfig) -> Iterator[InvalidValue]:
+        if env.ratio is None and any(other.ratio is not None for other in self.train.env):
+            fix = "Set ratio on all environments, or on none: then tasks are drawn by their number."
+            yield InvalidValue("not set, while other environments have a ratio", key=f"{key}.ratio", fix=fix)
+        if self.train_temperature(env) == 0:
+            own = "train" if env.sampling.temperature is None else key
+            fix = "Set a temperature above 0; evaluation may be greedy."
+            yield InvalidValue(
+                "greedy samples have no usable logprobs", key=f"{own}.sampling.temperature", value=0, fix=fix
             )
-        return self
+        yield from self._algorithm_problems("algo" if env.algo is None else f"{key}.algo", self.algo_of(env))
+        gate = env.curriculum.gate
+        if gate is not None and gate.READS_ADVANTAGES and not self.algo_of(env).HAS_ADVANTAGES:
+            yield InvalidValue(
+                f"the gate looks at advantages, and {self.algo_of(env).type} gives none",
+                key=f"{key}.curriculum.gate",
+                value=gate.type,
+                fix='Leave it out, or set type = "none".',
+            )
+
+    def _algorithm_problems(self, key: str, algo: AlgorithmConfig) -> Iterator[InvalidValue]:
+        penalty = getattr(algo, "length_penalty", None)
+        if penalty is not None and penalty.needs_seq_len and self.seq_len is None:
+            fact = "tokens are counted in units of seq_len, which is not set"
+            fix = 'Set seq_len, or normalize_by = "group_max".'
+            yield InvalidValue(fact, key=f"{key}.length_penalty", fix=fix)
+        if self.renderer.name == "none" and algo.RENDERER_FOR:
+            fact = f"{algo.type} {algo.RENDERER_FOR}, and there is no renderer"
+            fix = "Set renderer.name, or leave it out for the one that fits the model."
+            yield InvalidValue(fact, key=key, value=algo.type, fix=fix)
+        if self.renderer.name == "default" and algo.NEEDS_ROLES:
+            fact = f"{algo.type} {algo.RENDERER_FOR}, and the model's own chat template does not say"
+            fix = 'Set the name of the model\'s family, for example "qwen3", or "auto".'
+            yield self.invalid("renderer.name", fact, fix)

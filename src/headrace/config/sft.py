@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.config.base import Config
 from headrace.config.inference import InferenceConfig
@@ -17,7 +17,7 @@ from headrace.config.orchestrator import (
     EvalConfig,
     OrchestratorConfig,
     OrchestratorRendererConfig,
-    check_env_names,
+    env_name_problems,
     evaluates_nothing,
 )
 from headrace.config.trainer import TrainingConfig
@@ -45,17 +45,14 @@ class ColumnsConfig(Config):
     tools: str | None = None
     """Column with the schemas of the tools in the conversation."""
 
-    @model_validator(mode="after")
-    def _one_format(self) -> ColumnsConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.messages is not None and (self.prompt is not None or self.completion is not None):
             other = "prompt" if self.prompt is not None else "completion"
-            raise InvalidValue(
+            yield self.invalid(
+                "messages",
                 f"{other} is set, too, and a row is read as one of the two forms",
-                key="messages",
-                value=self.messages,
-                fix="Name messages, or prompt and completion.",
+                "Name messages, or prompt and completion.",
             )
-        return self
 
 
 class SourceConfig(Config):
@@ -75,24 +72,23 @@ class SourceConfig(Config):
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment `env`."""
 
-    def check(self, *origins: str) -> None:
-        """Raise unless exactly one of `origins` is given, and with it only what belongs to it."""
+    def origin_problems(self, *origins: str) -> Iterator[InvalidValue]:
+        """Yield what is wrong unless exactly one of `origins` is given, and with it only what belongs to it."""
         given = [origin for origin in origins if getattr(self, origin) is not None]
         one = f"Give exactly one of {', '.join(origins[:-1])} and {origins[-1]}."
         if len(given) > 1:
-            *others, key = given
-            raise InvalidValue(f"{others[0]} is set, too", key=key, value=getattr(self, key), fix=one)
+            yield self.invalid(given[-1], f"{given[0]} is set, too", one)
         for key, owners in BELONGS.items():
             value = getattr(self, key)
             if not {*given} & {*owners} and value not in (None, {}, ColumnsConfig()):
-                raise InvalidValue(
+                yield InvalidValue(
                     f"belongs to {' or '.join(owners)}, and {given[0] if given else 'nothing'} is given",
                     key=key,
                     value=value.model_dump(exclude_none=True) if isinstance(value, Config) else value,
                     fix="Leave it out." if given else one,
                 )
         if not given:
-            raise InvalidValue("no source of examples is set", fix=one)
+            yield InvalidValue("no source of examples is set", fix=one)
 
 
 class SftDataConfig(SourceConfig):
@@ -103,10 +99,8 @@ class SftDataConfig(SourceConfig):
     pack: bool = True
     """Several examples in one pass of the model, none of which sees another; false: one at a time, to the same loss."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> SftDataConfig:
-        self.check("path", "name", "env")
-        return self
+    def problems(self) -> Iterator[InvalidValue]:
+        return self.origin_problems("path", "name", "env")
 
 
 class ValidationConfig(SourceConfig):
@@ -119,16 +113,14 @@ class ValidationConfig(SourceConfig):
     max_examples: int = Field(1000, ge=1)
     """Most examples per validation; of more, the same random selection each time."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> ValidationConfig:
-        self.check("path", "name", "env", "fraction")
+    def problems(self) -> Iterator[InvalidValue]:
+        yield from self.origin_problems("path", "name", "env", "fraction")
         if self.name is not None and self.split is None:
-            raise InvalidValue(
+            yield InvalidValue(
                 "required with name, and not set",
                 key="split",
                 fix="Set the split of the dataset that is for validation.",
             )
-        return self
 
 
 class SftEvalConfig(EvalConfig):
@@ -137,10 +129,8 @@ class SftEvalConfig(EvalConfig):
     pin_version: bool = True
     """Sample a whole evaluation from one version. Versions that are published meanwhile may be passed over."""
 
-    @model_validator(mode="after")
-    def _names(self) -> SftEvalConfig:
-        check_env_names("env", self.env)
-        return self
+    def problems(self) -> Iterator[InvalidValue]:
+        return env_name_problems("env", self.env)
 
 
 class SftConfig(TrainingConfig):
@@ -175,32 +165,28 @@ class SftConfig(TrainingConfig):
     """Write metrics as TensorBoard files; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
-    @model_validator(mode="after")
-    def _check(self) -> SftConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.max_steps is None:
-            raise InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
+            yield InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
         if self.seq_len is None:
-            raise InvalidValue("required, and not set", key="seq_len", fix="Set the longest sequence in tokens.")
+            yield InvalidValue("required, and not set", key="seq_len", fix="Set the longest sequence in tokens.")
         if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
-            raise InvalidValue(
+            yield self.invalid(
+                "validation.fraction",
                 "a share of the rows is held out, and the demonstrations of data.env have no end",
-                key="validation.fraction",
-                value=self.validation.fraction,
-                fix="Set validation.env instead.",
+                "Set validation.env instead.",
             )
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
-                raise InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
+                yield InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
         if "eval" in self.model_fields_set and not self.eval.env:
-            raise InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
+            yield InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
         if self.launch.sharing == "alternate":
-            raise InvalidValue(
+            yield self.invalid(
+                "launch.sharing",
                 "the trainer of an SFT run never waits, so that evaluation would never get the GPU",
-                key="launch.sharing",
-                value=self.launch.sharing,
-                fix="Leave it out.",
+                "Leave it out.",
             )
-        return self
 
     @property
     def evaluates(self) -> bool:

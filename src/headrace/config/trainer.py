@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from headrace.config.base import Config
 from headrace.config.model import ModelConfig
@@ -84,12 +84,10 @@ class SgdConfig(AnyOptimConfig):
     nesterov: bool = False
     """Use Nesterov momentum."""
 
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> SgdConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.nesterov and self.momentum == 0:
             fix = "Set momentum above 0, or leave nesterov out."
-            raise InvalidValue("Nesterov needs momentum, which is 0", key="nesterov", value=True, fix=fix)
-        return self
+            yield InvalidValue("Nesterov needs momentum, which is 0", key="nesterov", value=True, fix=fix)
 
 
 OptimConfig = Annotated[

@@ -8,10 +8,10 @@ generated during the run, since the journal identifies a task by its key.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.algorithms.user_function import load_class
 from headrace.config.base import Config
@@ -127,18 +127,15 @@ class DifficultyPoolConfig(SamplerConfig):
     def make(self, tasks: Sequence[Task]) -> DifficultyPool:
         return DifficultyPool(tasks, self.hard_max, self.normal_max, self.weights.model_dump())
 
-    @model_validator(mode="after")
-    def _pools_are_apart(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.hard_max >= self.normal_max:
-            raise InvalidValue(
+            yield self.invalid(
+                "hard_max",
                 f"not below normal_max, which is {self.normal_max:g}: no task would be normal",
-                key="hard_max",
-                value=self.hard_max,
-                fix="Lower hard_max, or raise normal_max.",
+                "Lower hard_max, or raise normal_max.",
             )
         if not any(self.weights.model_dump().values()):
-            raise InvalidValue("every weight is 0", key="weights", fix="Set the weight of at least one pool above 0.")
-        return self
+            yield InvalidValue("every weight is 0", key="weights", fix="Set the weight of at least one pool above 0.")
 
 
 class DifficultyPool(TaskSampler):

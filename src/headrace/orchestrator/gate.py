@@ -6,11 +6,11 @@ counted as `gated`, and is replaced by another draw; the curriculum's sampler st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.algorithms.base import RolloutView
 from headrace.algorithms.user_function import load_class
@@ -57,16 +57,13 @@ class AdvantageRangeConfig(GateConfig):
     def make(self) -> AdvantageRange:
         return AdvantageRange(self.reject_min, self.reject_max)
 
-    @model_validator(mode="after")
-    def _range(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.reject_min > self.reject_max:
-            raise InvalidValue(
+            yield self.invalid(
+                "reject_min",
                 f"above reject_max, which is {self.reject_max:g}: nothing would be rejected",
-                key="reject_min",
-                value=self.reject_min,
-                fix="Lower reject_min, or raise reject_max.",
+                "Lower reject_min, or raise reject_max.",
             )
-        return self
 
 
 @GATES.register

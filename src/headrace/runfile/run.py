@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,23 +89,21 @@ class RunConfig(Config):
                 _fill(tree, target.split("."), value, source)
         return tree
 
-    @model_validator(mode="after")
-    def _check(self) -> RunConfig:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.max_steps is None:
-            raise InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
+            yield InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
         if self.seq_len is None:
-            raise InvalidValue(
+            yield InvalidValue(
                 "required, and not set",
                 key="seq_len",
                 fix="Set the longest sequence, prompt and completion together, in tokens.",
             )
         if not self.orchestrator.train.env:
-            raise InvalidValue(
+            yield InvalidValue(
                 "the run has no environment to train on",
                 key="orchestrator.train.env",
                 fix="Add an [[orchestrator.train.env]] with an id.",
             )
-        return self
 
     @model_validator(mode="after")
     def _engine_takes_every_sequence(self) -> RunConfig:

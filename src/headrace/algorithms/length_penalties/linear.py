@@ -8,10 +8,11 @@ A group that mostly fails must not learn to be brief first, so the price is scal
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, model_serializer
 
 from headrace.algorithms.base import Tally
 from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
@@ -62,10 +63,9 @@ class LinearPenaltyConfig(LengthPenaltyConfig):
         """Keys that have no effect under this `normalize_by`."""
         return {"coef"} if self.normalize_by == "group_max" else {"output_weight", "input_weight", "turns_weight"}
 
-    @model_validator(mode="after")
-    def _refuse_unused_keys(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
         for key in sorted(self._unused & self.model_fields_set):
-            raise InvalidValue(
+            yield InvalidValue(
                 f'has no effect with normalize_by = "{self.normalize_by}"',
                 key=key,
                 value=getattr(self, key),
@@ -73,7 +73,6 @@ class LinearPenaltyConfig(LengthPenaltyConfig):
                 if key == "coef"
                 else 'Set normalize_by = "group_max", or coef instead.',
             )
-        return self
 
     @model_serializer(mode="wrap")
     def _without_unused_keys(self, serialize: Any) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.algorithms.base import Tally
 from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
@@ -27,14 +28,11 @@ class OverlongPenaltyConfig(LengthPenaltyConfig):
         free = self.max_tokens - self.cache_tokens
         return -np.clip((cohort.output_tokens - free) / self.cache_tokens, 0.0, 1.0)
 
-    @model_validator(mode="after")
-    def _begins_at_a_length(self) -> Self:
+    def problems(self) -> Iterator[InvalidValue]:
         if self.cache_tokens > self.max_tokens:
-            raise InvalidValue(
+            yield self.invalid(
+                "cache_tokens",
                 f"above max_tokens, which is {self.max_tokens}: it is the last part of them, over which the penalty "
                 "grows",
-                key="cache_tokens",
-                value=self.cache_tokens,
-                fix=f"Lower it to at most {self.max_tokens}.",
+                f"Lower it to at most {self.max_tokens}.",
             )
-        return self

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field
 
 from headrace.config.base import Config
 from headrace.errors import InvalidValue
@@ -37,6 +38,13 @@ class _PluginConfig(Config):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the plugin."""
 
+    def name_problems(self, other: str) -> Iterator[InvalidValue]:
+        """Yield what is wrong with `class_path`, of which `other` is the alternative."""
+        if self.class_path is not None and getattr(self, other) is not None:
+            yield self.invalid("class_path", f"{other} is set, too", f"Give {other} or class_path.")
+        if self.class_path is not None and ":" not in self.class_path:
+            yield self.invalid("class_path", "not an import path", "Write package.module:Name.")
+
 
 class ObjectiveConfig(_PluginConfig):
     """The objective: which rewards are computed, and how they are combined."""
@@ -44,10 +52,8 @@ class ObjectiveConfig(_PluginConfig):
     name: str | None = None
     """A registered objective; unset: `token_grpo`."""
 
-    @model_validator(mode="after")
-    def _one_of_them(self) -> ObjectiveConfig:
-        _check_one_name(self.class_path, "name", self.name)
-        return self
+    def problems(self) -> Iterator[InvalidValue]:
+        return self.name_problems("name")
 
     @property
     def chosen(self) -> str:
@@ -104,10 +110,8 @@ class EvalDataConfig(_PluginConfig):
     min_p: float | None = Field(None, ge=0, le=1)
     """As in `generation`; unset: as in training."""
 
-    @model_validator(mode="after")
-    def _one_of_them(self) -> EvalDataConfig:
-        _check_one_name(self.class_path, "provider", self.provider)
-        return self
+    def problems(self) -> Iterator[InvalidValue]:
+        return self.name_problems("provider")
 
 
 class DataConfig(_PluginConfig):
@@ -120,10 +124,8 @@ class DataConfig(_PluginConfig):
     eval: EvalDataConfig | None = None
     """Evaluation data; unset: no evaluation."""
 
-    @model_validator(mode="after")
-    def _one_of_them(self) -> DataConfig:
-        _check_one_name(self.class_path, "provider", self.provider)
-        return self
+    def problems(self) -> Iterator[InvalidValue]:
+        return self.name_problems("provider")
 
     @property
     def chosen(self) -> str | None:
@@ -232,12 +234,3 @@ class HackableConfig(Config):
     trainer: NamedTrainerConfig = Field(default_factory=NamedTrainerConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     auth: AuthConfig = Field(default_factory=AuthConfig)
-
-
-def _check_one_name(class_path: str | None, other: str, name: str | None) -> None:
-    if class_path is not None and name is not None:
-        raise InvalidValue(
-            f"{other} is set, too", key="class_path", value=class_path, fix=f"Give {other} or class_path."
-        )
-    if class_path is not None and ":" not in class_path:
-        raise InvalidValue("not an import path", key="class_path", value=class_path, fix="Write package.module:Name.")
