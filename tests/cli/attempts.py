@@ -126,7 +126,7 @@ def serve(requests: Iterator[str]) -> None:
 def attempt(argv: list[str], directory: str) -> dict[str, Any]:
     """Run the command line in this process, which is given up afterwards."""
     from headrace.cli import main as command_line
-    from headrace.cli.errors import Explanation, explain
+    from headrace.cli.main import Explanation, explain
     from headrace.errors import BadInput
 
     started: list[str] = []

@@ -7,7 +7,7 @@ import sqlite3
 
 import pytest
 
-from headrace.cli.errors import explain
+from headrace.cli.main import explain
 from headrace.config.base import ConfigError
 from headrace.launch.errors import BadRequest, LaunchError
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from headrace.cli.errors import explain
+from headrace.cli.main import explain
 from headrace.launch.errors import LaunchError
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold

@@ -19,7 +19,7 @@ from headrace.launch.own_code import add_code_folders
 from headrace.runfile.reading import put_algorithm_keys
 from headrace.tools.check_algorithm.fixtures import algorithm_config
 from headrace.tools.check_algorithm.invariants import check_algorithm
-from headrace.tools.check_algorithm.report import render_report
+from headrace.tools.check_algorithm.results import render_report
 
 
 def configure_check_algorithm(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from headrace.algorithms.base import Algorithm
 from headrace.rollout.types import Sample
 from headrace.tools.check_algorithm.fixtures import algorithm_config, make_fixtures
 from headrace.tools.check_algorithm.invariants import CHECKS, check_algorithm
-from headrace.tools.check_algorithm.report import ConformanceReport
+from headrace.tools.check_algorithm.results import ConformanceReport
 from tests.refusals import refused
 from tests.tools.check_algorithm import broken
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.config.base import ConfigError
-from headrace.tools.sweep.jobs import Job, Machine, Share, check_engines, divide
+from headrace.tools.evaluate.servers import Machine
+from headrace.tools.sweep.jobs import Job, Share, check_engines, divide
 from tests.config.run_files import run
 from tests.refusals import refused
 
@@ -13,19 +14,19 @@ LARGE = 1 << 40
 
 
 def test_without_gpus_every_run_has_two_cores_and_memory_to_itself():
-    assert divide(Machine([], 8, LARGE), "auto", 1, 20) == [Share((), 1)] * 8
-    assert divide(Machine([], 8, 7 << 30), "auto", 1, 20) == [Share((), 4)] * 2
-    assert divide(Machine([], 8, LARGE), "auto", 1, 3) == [Share((), 2)] * 3
-    assert divide(Machine([], 1, 0), "auto", 1, 3) == [Share((), None)]
+    assert divide(Machine([], 16, LARGE), "auto", 1, 20) == [Share((), 1)] * 8
+    assert divide(Machine([], 16, 7 << 30), "auto", 1, 20) == [Share((), 4)] * 2
+    assert divide(Machine([], 16, LARGE), "auto", 1, 3) == [Share((), 2)] * 3
+    assert divide(Machine([], 2, 0), "auto", 1, 3) == [Share((), None)]
 
 
 def test_more_runs_at_once_can_be_requested():
-    assert divide(Machine([], 1, 0), 4, 1, 9) == [Share((), 1)] * 4
-    assert [share.gpus for share in divide(Machine(["0"], 8, LARGE), 2, 1, 9)] == [["0"], ["0"]]
+    assert divide(Machine([], 2, 0), 4, 1, 9) == [Share((), 1)] * 4
+    assert [share.gpus for share in divide(Machine(["0"], 16, LARGE), 2, 1, 9)] == [["0"], ["0"]]
 
 
 def test_gpus_are_divided_into_sets():
-    machine = Machine(["0", "1", "2", "3", "4"], 16, LARGE)
+    machine = Machine(["0", "1", "2", "3", "4"], 32, LARGE)
     assert [share.gpus for share in divide(machine, "auto", 1, 9)] == [["0"], ["1"], ["2"], ["3"], ["4"]]
     assert [share.gpus for share in divide(machine, "auto", 2, 9)] == [["0", "1"], ["2", "3"]]
     with refused(ConfigError, key="gpus_per_run", value=8):

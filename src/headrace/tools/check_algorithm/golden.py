@@ -23,8 +23,7 @@ from headrace.tools.check_algorithm.fixtures import (
     algorithm_config,
     bare_rollout,
 )
-from headrace.tools.check_algorithm.report import Verdict
-from headrace.tools.check_algorithm.results import close
+from headrace.tools.check_algorithm.results import Verdict, close
 from headrace.tools.check_algorithm.runner import HookFailed, Session, make_factory
 
 MakeRollouts = Callable[[Fixtures], list[Rollout]]

@@ -24,9 +24,11 @@ from headrace.tools.check_algorithm.fixtures import (
     make_fixtures,
 )
 from headrace.tools.check_algorithm.golden import worked_numbers
-from headrace.tools.check_algorithm.report import CheckResult, ConformanceReport, Verdict
 from headrace.tools.check_algorithm.results import (
     ROUNDING,
+    CheckResult,
+    ConformanceReport,
+    Verdict,
     alignment_problems,
     close,
     credit,

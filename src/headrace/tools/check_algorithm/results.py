@@ -1,12 +1,15 @@
-"""Comparisons of case results, and problems of the samples that an algorithm ships."""
+"""The verdicts of checks and their table, comparisons of case results, and problems of shipped samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from headrace.rollout.packing import pack
 from headrace.rollout.routing import selects_only_unsampled
@@ -17,6 +20,56 @@ from headrace.tools.check_algorithm.runner import CaseResult, Streams
 ROUNDING = 1e-5
 """Relative and absolute tolerance: streams are float32."""
 ZERO_ON_PROMPTS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights")
+Kind = Literal["holds", "fails", "does not apply", "noted"]
+COLOURS: dict[Kind, str] = {"holds": "green", "fails": "red", "does not apply": "dim", "noted": "cyan"}
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    kind: Kind
+    detail: str = ""
+    """What was observed, or why the check does not apply."""
+
+
+class CheckResult(msgspec.Struct, frozen=True):
+    check: str
+    description: str
+    verdict: Verdict
+
+
+class ConformanceReport(msgspec.Struct, frozen=True):
+    algorithm: str
+    cases: int
+    checks: list[CheckResult]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.verdict.kind != "fails" for check in self.checks)
+
+
+def render_report(report: ConformanceReport) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # do not cut long paths
+    for result in report.checks:
+        verdict = Text(result.verdict.kind, COLOURS[result.verdict.kind])
+        table.add_row(Text(result.check), verdict, _describe(result))
+    failed = [result.check for result in report.checks if result.verdict.kind == "fails"]
+    end = Text(f"failed: {', '.join(failed)}", "red") if failed else Text("all checks that apply hold", "green")
+    return Group(Text(f"{report.algorithm}, on {report.cases} groups"), Text(), table, Text(), end)
+
+
+def _describe(result: CheckResult) -> Text:
+    """Return the check's description and detail, with control characters escaped."""
+    letters = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in result.verdict.detail)
+    detail = "".join(letters)
+    match result.verdict.kind:
+        case "does not apply":
+            return Text(detail, "dim")
+        case "holds":
+            return Text(f"{result.description} ({detail})" if detail else result.description)
+        case kind:
+            return Text.assemble(result.description, "\n", (detail, "red" if kind == "fails" else "dim"))
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
@@ -197,7 +198,7 @@ def final_value(curve: Curve, at: int, *, single: bool) -> float:
     """Return the value of a curve at step `at`: the last value if `single`, else the mean of the last few."""
     values = [value for step, value in curve if step <= at] or [curve[0][1]]
     ends = values[-1:] if single else values[-END_STEPS:]
-    return math.fsum(ends) / len(ends)
+    return fmean(ends)
 
 
 def smaller_is_better(metric: str) -> bool:
@@ -265,7 +266,7 @@ def _variants(runs: Sequence[_Run], groups: dict[str, list[int]], measures: Sequ
         spreads = {}
         for measure in measures:
             ends = [measure.ends[n] for n in group]
-            spreads[measure.name] = Spread(math.fsum(ends) / len(ends), min(ends), max(ends))
+            spreads[measure.name] = Spread(fmean(ends), min(ends), max(ends))
         variants.append(Variant(name, [runs[n].name for n in group], settings, spreads))
     return variants
 
@@ -287,7 +288,7 @@ def _measures(runs: Sequence[_Run], chosen: str, evaluation: Path | None, notes:
         if without:
             notes.append(f"{evaluation} has no episodes of {' and '.join(without)}: accuracies are left out.")
         else:
-            accuracy = [math.fsum(of_run.values()) / len(of_run) for of_run in scores]
+            accuracy = [fmean(of_run.values()) for of_run in scores]
             measures.append(_Measure(ACCURACY, None, accuracy, [], [], scores))
     return measures
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, variance
 from typing import NamedTuple
 
 import msgspec
@@ -32,13 +33,13 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
 
     t = (m2 - m1) / sqrt(v1/n1 + v2/n2), with the degrees of freedom of Welch and Satterthwaite.
     """
-    shares = [_variance(values) / len(values) for values in (first, second)]
+    shares = [variance(values) / len(values) for values in (first, second)]
     if not sum(shares):
         return None
     degrees = sum(shares) ** 2 / sum(
         share**2 / (len(values) - 1) for share, values in zip(shares, (first, second), strict=True)
     )
-    return _by_t(_mean(second) - _mean(first), math.sqrt(sum(shares)), degrees)
+    return _by_t(fmean(second) - fmean(first), math.sqrt(sum(shares)), degrees)
 
 
 def one_against_several(one: float, several: Sequence[float]) -> Estimate | None:
@@ -46,8 +47,8 @@ def one_against_several(one: float, several: Sequence[float]) -> Estimate | None
 
     t = (m - x) / (s * sqrt(1 + 1/n)), with n - 1 degrees of freedom.
     """
-    error = math.sqrt(_variance(several) * (1 + 1 / len(several)))
-    return _by_t(_mean(several) - one, error, len(several) - 1) if error else None
+    error = math.sqrt(variance(several) * (1 + 1 / len(several)))
+    return _by_t(fmean(several) - one, error, len(several) - 1) if error else None
 
 
 def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, seed: int = 0) -> Estimate:
@@ -111,18 +112,6 @@ def _continued(x: float, a: float, b: float) -> float:
     return value
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    """Return the sample variance (n - 1); exactly 0 if all values are equal."""
-    if max(values) == min(values):
-        return 0.0
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-
-
 LAST_STEPS = 20
 """Steps of a bootstrap over steps."""
 
@@ -156,24 +145,20 @@ class Difference(msgspec.Struct):
     """The data of the test, and its limits."""
 
 
-class _TestResult(NamedTuple):
-    method: str
-    estimate: Estimate | None
-    note: str
+_TestResult = tuple[str, Estimate | None, str]
+"""Method, estimate (None without a test) and note."""
 
 
 def compute_difference(metric: str, baseline: VariantValues, variant: VariantValues) -> Difference:
     """Test with the best data available: seeds, else held-out examples, else steps."""
     if len(baseline.ends) == len(variant.ends) == 1:
-        result = _test_two_runs(baseline, variant)
+        method, estimate, note = _test_two_runs(baseline, variant)
     else:
-        result = _test_seeds(baseline, variant)
-    of_ends = _mean(variant.ends) - _mean(baseline.ends)
-    difference = Difference(metric, baseline.name, variant.name, result.method, of_ends, note=result.note)
-    if result.estimate is not None:
-        # The interval is around the mean of the tested values: more steps than the end, or the shared examples.
-        difference.difference, difference.low, difference.high, difference.p = result.estimate
-    return difference
+        method, estimate, note = _test_seeds(baseline, variant)
+    # The interval is around the mean of the tested values: more steps than the end, or the shared examples.
+    of_ends = fmean(variant.ends) - fmean(baseline.ends)
+    difference, low, high, p = estimate or (of_ends, None, None, None)
+    return Difference(metric, baseline.name, variant.name, method, difference, low, high, p, note)
 
 
 def _test_seeds(baseline: VariantValues, variant: VariantValues) -> _TestResult:
@@ -190,8 +175,8 @@ def _test_seeds(baseline: VariantValues, variant: VariantValues) -> _TestResult:
             swapped = one_against_several(second[0], first)
             estimate = swapped and Estimate(-swapped.difference, -swapped.high, -swapped.low, swapped.p)
     if estimate is None:
-        return _TestResult("none", None, "all seeds have the same value, so the variance is unknown")
-    return _TestResult(method, estimate, note)
+        return "none", None, "all seeds have the same value, so the variance is unknown"
+    return method, estimate, note
 
 
 def _test_two_runs(baseline: VariantValues, variant: VariantValues) -> _TestResult:
@@ -199,16 +184,16 @@ def _test_two_runs(baseline: VariantValues, variant: VariantValues) -> _TestResu
         return _test_examples(baseline.examples[0], variant.examples[0])
     if not (baseline.steps and variant.steps):
         note = "no test with one evaluation each; use `headrace eval` and --evaluation, or several seeds of each"
-        return _TestResult("none", None, note)
+        return "none", None, note
     count = min(LAST_STEPS, len(baseline.steps[0]), len(variant.steps[0]))
     if count < 2:
-        return _TestResult("none", None, "no test with one step each; use several seeds of each")
+        return "none", None, "no test with one step each; use several seeds of each"
     estimate = bootstrap(baseline.steps[0][-count:], variant.steps[0][-count:], paired=False)
     note = (
         f"bootstrap over the last {count} steps of one run each. Steps of a run are correlated, and another seed may "
         "give another result: a hint, not a proof; use several seeds of each"
     )
-    return _TestResult("bootstrap_of_steps", estimate, note)
+    return "bootstrap_of_steps", estimate, note
 
 
 def _test_examples(first: Mapping[str, float], second: Mapping[str, float]) -> _TestResult:
@@ -220,4 +205,4 @@ def _test_examples(first: Mapping[str, float], second: Mapping[str, float]) -> _
         data = f"{len(first)} and {len(second)} different held-out examples"
         estimate = bootstrap(list(first.values()), list(second.values()), paired=False)
     note = f"bootstrap over {data}. It compares these two models; to compare the settings, use several seeds of each"
-    return _TestResult("bootstrap_of_examples", estimate, note)
+    return "bootstrap_of_examples", estimate, note

@@ -64,13 +64,9 @@ def length_chart(
 
     Names are to the right, each with a line to its point. The frontier joins the models that no other beats in both.
     """
-    right = WIDTH - MARGIN - 24 - CHARACTER * max((len(_shown(name)) for name, _, _ in models), default=0)
-    top = TOP + ROW
-    height = top + max(MIN_HEIGHT, LABEL_SPACING * (len(models) + 1)) + UNDER
     x_ticks = _range([length for _, length, _ in models], least=1.0)
     y_ticks = _range([accuracy for _, _, accuracy in models], least=0.1)
-    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), Box(60, top, right, height - UNDER))
-    plot.axes(x_ticks, y_ticks, what, score)
+    plot, height = _plot_with_names([_shown(name) for name, _, _ in models], x_ticks, y_ticks, what, score)
     edge = frontier([(length.value, accuracy.value) for _, length, accuracy in models])
     plot.parts += [rule(plot.path(edge), dashes="5 4", width=1.5)] if edge else []
     colored = [(*model, COLORS[number % len(COLORS)]) for number, model in enumerate(models)]
@@ -91,14 +87,10 @@ def curve_chart(title: str, what: str, curves: Mapping[str, Sequence[tuple[int, 
     """Draw a line per run over its steps, with its intervals as a band; names are next to the last values."""
     ends = same_digits([points[-1][1].value for points in curves.values()])
     names = {name: f"{_shown(name)} {end}" for name, end in zip(curves, ends, strict=True)}
-    right = WIDTH - MARGIN - 24 - CHARACTER * max(map(len, names.values()))
-    top = TOP + ROW
-    height = top + max(MIN_HEIGHT, LABEL_SPACING * (len(curves) + 1)) + UNDER
     steps = [step for points in curves.values() for step, _ in points]
     x_ticks = ticks(min(steps), max(steps), 5, whole=True)
     y_ticks = _range([estimate for points in curves.values() for _, estimate in points], least=0.1)
-    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), Box(60, top, right, height - UNDER))
-    plot.axes(x_ticks, y_ticks, "optimizer step", what)
+    plot, height = _plot_with_names(list(names.values()), x_ticks, y_ticks, "optimizer step", what)
     labels = []
     for number, (name, points) in enumerate(curves.items()):
         color = COLORS[number % len(COLORS)]
@@ -118,6 +110,18 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
             edge.append((length, accuracy))
             best = accuracy
     return edge
+
+
+def _plot_with_names(
+    names: Sequence[str], x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str
+) -> tuple[Plot, float]:
+    """Return a plot with axes and space for names to its right, and the height of the chart."""
+    right = WIDTH - MARGIN - 24 - CHARACTER * max(map(len, names), default=0)
+    top = TOP + ROW
+    height = top + max(MIN_HEIGHT, LABEL_SPACING * (len(names) + 1)) + UNDER
+    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]), Box(60, top, right, height - UNDER))
+    plot.axes(x_ticks, y_ticks, x_label, y_label)
+    return plot, height
 
 
 def _range(estimates: Sequence[Estimate], least: float) -> list[float]:

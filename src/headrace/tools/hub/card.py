@@ -20,20 +20,9 @@ model = AutoModelForCausalLM.from_pretrained("{repo}")
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```"""
 SHOWN_SETTINGS = (
-    "orchestrator.algo.type",
-    "orchestrator.batch_size",
-    "orchestrator.group_size",
-    "trainer.loss.type",
-    "trainer.optim.lr",
-    "trainer.optim.type",
-    "data.env",
-    "data.name",
-    "optim.lr",
-    "optim.type",
-    "batch_size",
-    "max_steps",
-    "seq_len",
-    "seed",
+    *("orchestrator.algo.type", "orchestrator.batch_size", "orchestrator.group_size"),
+    *("trainer.loss.type", "trainer.optim.lr", "trainer.optim.type"),
+    *("data.env", "data.name", "optim.lr", "optim.type", "batch_size", "max_steps", "seq_len", "seed"),
 )
 """Settings on the card; all are in the configuration file."""
 
@@ -44,30 +33,19 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     supervised = "data" in tree
     what = "supervised training" if supervised else "reinforcement learning"
     began = f"`{base}`" if base else f"a local model, `{base_folder}`"
-    has_model = "config.json" in files
-    lines = [
-        *_head({"library_name": "transformers", "base_model": base}, ["headrace", "sft" if supervised else "rl"]),
-        f"# {title(run)}",
-        "",
-        f"A run of {what} with Headrace {__version__}. It began with {began}.",
-        "",
-        *_results(run, files),
-        "## Settings",
-        "",
-        "| key | value |",
-        "|---|---|",
-        *(f"| `{key}` | `{value}` |" for key, value in _settings(tree).items()),
-        "",
-        f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).",
-        "",
-        "## What is here",
-        "",
-        *(["The final model:", "", LOADING.format(repo=repo), ""] if has_model else []),
-        "The run, as a directory that `headrace summary` and `headrace eval` read:",
-        "",
-        *_pulling(repo, title(run)),
-    ]
-    return "\n".join(lines)
+    settings = [f"| `{key}` | `{value}` |" for key, value in _settings(tree).items()]
+    model = ["The final model:", "", LOADING.format(repo=repo), ""] if "config.json" in files else []
+    return "\n".join(
+        [
+            *_head({"library_name": "transformers", "base_model": base}, ["headrace", "sft" if supervised else "rl"]),
+            *(f"# {title(run)}", "", f"A run of {what} with Headrace {__version__}. It began with {began}.", ""),
+            *_results(run, files),
+            *("## Settings", "", "| key | value |", "|---|---|", *settings, ""),
+            *(f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).", "", "## What is here", "", *model),
+            *("The run, as a directory that `headrace summary` and `headrace eval` read:", ""),
+            *_pulling(repo, title(run)),
+        ]
+    )
 
 
 def model_card(name: str, repo: str) -> str:
@@ -85,29 +63,15 @@ def rollouts_card(run: str, repo: str, files: Sequence[str]) -> str:
         f"What the run {run} sampled: a file per optimizer step (`train`) or evaluated version (`eval`), a row per "
         "rollout, with its messages, rewards, tokens and logprobs, and why it was dropped, if it was."
     )
-    patterns = {"train": f"data/{RolloutKind.TRAIN}*.parquet", "eval": f"data/{RolloutKind.EVAL}*.parquet"}
-    splits = [
-        line
-        for split, pattern in patterns.items()
-        if any(fnmatch(file, pattern) for file in files)
-        for line in (f"  - split: {split}", f"    path: {pattern}")
-    ]
+    splits = []
+    for split, kind in (("train", RolloutKind.TRAIN), ("eval", RolloutKind.EVAL)):
+        pattern = f"data/{kind}*.parquet"
+        if any(fnmatch(file, pattern) for file in files):
+            splits += [f"  - split: {split}", f"    path: {pattern}"]
     mark, *head = _head({}, ["headrace", "rollouts"])
-    return "\n".join(
-        [
-            mark,
-            "configs:",
-            "- config_name: default",
-            "  data_files:",
-            *splits,
-            *head,
-            f"# {run}: rollouts",
-            "",
-            sentence,
-            "",
-            *_pulling(f"--dataset {repo}", f"{run}-rollouts"),
-        ]
-    )
+    configs = [mark, "configs:", "- config_name: default", "  data_files:", *splits, *head]
+    pulling = _pulling(f"--dataset {repo}", f"{run}-rollouts")
+    return "\n".join([*configs, f"# {run}: rollouts", "", sentence, "", *pulling])
 
 
 def _head(facts: Mapping[str, str | None], tags: Sequence[str]) -> list[str]:
@@ -119,15 +83,9 @@ def _results(run: RunDir, files: Sequence[str]) -> list[str]:
     if not run.metrics.is_file():
         return []
     plot = run.plot.name
-    return [
-        "## Results",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {label} | {value} |" for label, value in rows(summarize(run))),
-        "",
-        *([f"![Reward over optimizer steps]({plot})", ""] if plot in files else []),
-    ]
+    table = [f"| {label} | {value} |" for label, value in rows(summarize(run))]
+    shown = [f"![Reward over optimizer steps]({plot})", ""] if plot in files else []
+    return ["## Results", "", "| | |", "|---|---|", *table, "", *shown]
 
 
 def _settings(tree: dict[str, Any]) -> dict[str, Any]:

@@ -60,23 +60,14 @@ def list_findings(report: ProbeReport) -> list[Finding]:
 def _task_findings(report: ProbeReport) -> Iterator[Finding]:
     opening = report.opening
     if report.first_difference is not None:
-        yield Finding(
-            "error",
-            f"tasks() returned other tasks in a second process, from task {report.first_difference} on",
-            "seed random generators and sort sets: a resumed run draws tasks by their index",
-        )
+        seen = f"tasks() returned other tasks in a second process, from task {report.first_difference} on"
+        yield Finding("error", seen, "seed random generators and sort sets: a resumed run draws tasks by their index")
     if report.duplicates:
-        yield Finding(
-            "note",
-            f"{report.duplicates:,} of {opening.tasks:,} tasks are repetitions",
-            "remove them, unless they should be drawn more often",
-        )
+        seen = f"{report.duplicates:,} of {opening.tasks:,} tasks are repetitions"
+        yield Finding("note", seen, "remove them, unless they should be drawn more often")
     if opening.task_bytes > LARGE_TASKS_BYTES:
-        yield Finding(
-            "warning",
-            f"the tasks are {opening.task_bytes >> 20:,} MB of JSON, in the memory of each process of a run",
-            "keep large data in files and their names in the tasks",
-        )
+        seen = f"the tasks are {opening.task_bytes >> 20:,} MB of JSON, in the memory of each process of a run"
+        yield Finding("warning", seen, "keep large data in files and their names in the tasks")
     seconds = opening.import_seconds + opening.load_seconds + opening.tasks_seconds
     if seconds > SLOW_LOAD_S:
         yield Finding("note", f"loading takes {seconds:.0f} s, in each process of a run", "prepare the data once")
@@ -106,25 +97,16 @@ def _prompt_findings(prompts: Prompts | None, seq_len: int | None) -> Iterator[F
 
 def _gold_findings(report: ProbeReport) -> Iterator[Finding]:
     if report.agents > 1:
-        yield Finding(
-            "note",
-            f"{report.agents} agents are trained in an episode, with the same completion: rewards are not compared",
-            "see the table for failures and times, and sample from a model (--endpoint) to see rewards",
-        )
+        seen = f"{report.agents} agents are trained in an episode, with the same completion: rewards are not compared"
+        do = "see the table for failures and times, and sample from a model (--endpoint) to see rewards"
+        yield Finding("note", seen, do)
         return
     rewards = {episode.task: episode.reward for episode in report.of("gold") if episode.reward is not None}
     if not report.of("gold"):
-        yield Finding(
-            "warning",
-            "no gold(): it is unknown whether a correct answer gets the highest reward",
-            "implement gold(task, messages); it also generates demonstrations for SFT",
-        )
-        return
-    if not rewards:
-        return
-    best = max(rewards.values())
-    poor = [task for task, reward in rewards.items() if best > 0 and reward < best / 2]
-    if poor:
+        seen = "no gold(): it is unknown whether a correct answer gets the highest reward"
+        yield Finding("warning", seen, "implement gold(task, messages); it also generates demonstrations for SFT")
+    best = max(rewards.values(), default=0.0)
+    if poor := [task for task, reward in rewards.items() if best > 0 and reward < best / 2]:
         seen = f"gold earns less than half of its best, {best:.3g}, on {len(poor)} of {len(rewards)} tasks: {poor[:3]}"
         yield Finding("warning", seen, "check the scorer and the gold answer of these tasks")
 
@@ -141,7 +123,7 @@ def _reward_findings(report: ProbeReport) -> Iterator[Finding]:
     if gold and fmean(gold) <= floor:
         yield Finding("error", f"gold earns {fmean(gold):.3g}, and nothing earns less", "check rewards and gold()")
         return
-    names_by_verdict: dict[tuple[Severity, str, str], list[str]] = defaultdict(list)
+    names_by_verdict: dict[Verdict, list[str]] = defaultdict(list)
     offers_tools = any(episode.offers_tools for episode in report.episodes)
     for name, shares in _shares(report, floor).items():
         if verdict := _verdict(BY_NAME[name], shares, offers_tools):
@@ -156,10 +138,12 @@ def _reward_findings(report: ProbeReport) -> Iterator[Finding]:
                 yield Finding("warning", f"{name!r} earns {fmean(rewards):.3g}", "check why it is rewarded")
 
 
-def _verdict(
-    completion: ScriptedCompletion, shares: RewardShares, offers_tools: bool
-) -> tuple[Severity, str, str] | None:
-    """Return severity, amount and fix of a completion's rewards compared with gold, or None if they are fine."""
+Verdict = tuple[Severity, str, str]
+"""Severity, amount and fix."""
+
+
+def _verdict(completion: ScriptedCompletion, shares: RewardShares, offers_tools: bool) -> Verdict | None:
+    """Compare a completion's rewards with those of gold; return None if they are fine."""
     remedy, share = _REMEDY[completion.kind], shares.total
     if share > 2 - EQUAL_SHARE:
         return "error", "more than gold", remedy
@@ -205,11 +189,10 @@ def _shares(report: ProbeReport, floor: float) -> dict[str, RewardShares]:
     gold = {episode.task: episode.reward for episode in report.of("gold") if episode.reward is not None}
     shares = {}
     for name in dict.fromkeys(episode.completion for episode in report.episodes):
-        others = [episode for episode in report.of(name) if not episode.says_gold and episode.task in gold]
         both = {
             episode.task: (episode.reward - floor, gold[episode.task] - floor)
-            for episode in others
-            if episode.reward is not None
+            for episode in report.of(name)
+            if not episode.says_gold and episode.task in gold and episode.reward is not None
         }
         gold_total = sum(best for _, best in both.values())
         if name != "gold" and gold_total > 0:
@@ -254,31 +237,30 @@ def _time_findings(report: ProbeReport) -> Iterator[Finding]:
             seen = f"{name!r} blocks the event loop for {1000 * blocked:.0f} ms"
             fix = "truncate the text before scoring" if beyond else "set workers = N, or run the reward in_sandbox"
             yield Finding("note" if beyond else "warning", seen, fix)
-    endless = [episode for episode in report.episodes if episode.endless]
-    if endless:
+    if endless := [episode for episode in report.episodes if episode.endless]:
         seen = f"an episode has no limit of turns: {endless[0].completion!r} continued after {MAX_REPLIES} replies"
         yield Finding("warning", seen, "set max_turns of Chat")
 
 
 def _late_finding(episode: ProbeEpisode, beyond: bool) -> Finding:
-    assert episode.problem is not None, "called for late episodes"
-    where = f", at {episode.problem.place}" if episode.problem.place else ""
-    if episode.problem.reason == "blocked":
+    problem = episode.problem
+    assert problem is not None, "called for late episodes"
+    seen = f"{episode.completion!r} {problem.text}"
+    fix = "set timeouts for what the episode waits for"
+    if problem.reason == "not_cancelled":
+        fix = "do not suppress asyncio.CancelledError"
+    elif problem.reason == "blocked":
+        where = f", at {problem.place}" if problem.place else ""
         seen = f"{episode.completion!r} blocks the event loop for more than {episode.blocked_seconds:.3g} s{where}"
         fix = "truncate the text before scoring" if beyond else "run the reward in_sandbox, which has a timeout"
-    elif episode.problem.reason == "not_cancelled":
-        seen, fix = f"{episode.completion!r} {episode.problem.text}", "do not suppress asyncio.CancelledError"
-    else:
-        seen, fix = f"{episode.completion!r} {episode.problem.text}", "set timeouts for what the episode waits for"
     return Finding("warning" if beyond else "error", seen, fix)
 
 
 def _sample_findings(sampled: SampledEpisodes) -> Iterator[Finding]:
     if sampled.problems:
         problem = sampled.problems[0]
-        seen = (
-            f"{len(sampled.problems)} of {sampled.episodes} sampled episodes failed: {problem.reason}: {problem.text}"
-        )
+        failed = f"{len(sampled.problems)} of {sampled.episodes} sampled episodes failed"
+        seen = f"{failed}: {problem.reason}: {problem.text}"
         do = "check the server" if problem.reason == "endpoint" else "check the environment"
         yield Finding("error" if len(sampled.problems) == sampled.episodes else "warning", seen, do)
     if sampled.truncated > 0.1 * sampled.episodes:

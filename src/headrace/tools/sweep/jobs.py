@@ -10,6 +10,7 @@ from headrace.config.base import ConfigError
 from headrace.config.sft import SftConfig
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
+from headrace.tools.evaluate.servers import Machine
 from headrace.tools.sweep.config import override_words
 from headrace.tools.sweep.plan import PlannedRun
 
@@ -63,13 +64,6 @@ def make_jobs(
     return jobs
 
 
-class Machine(NamedTuple):
-    gpus: Sequence[str]
-    core_pairs: int
-    """A run computes in two processes, the trainer and the server."""
-    free_bytes: int
-
-
 class Share(NamedTuple):
     """The part of the machine that one run gets."""
 
@@ -98,9 +92,10 @@ def divide(machine: Machine, parallel: int | Literal["auto"], gpus_per_run: int,
         raise ConfigError(f"{len(gpus)} GPUs are visible", key="gpus_per_run", value=gpus_per_run)
     starts = range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)
     gpu_sets = [gpus[start : start + gpus_per_run] for start in starts] or [()]
-    capacity = len(gpu_sets) if gpus else min(machine.core_pairs, machine.free_bytes // RUN_BYTES)
+    cores = machine.cores // 2  # a run computes in two processes, the trainer and the server
+    capacity = len(gpu_sets) if gpus else min(cores, machine.memory // RUN_BYTES)
     count = max(1, min(runs, capacity if parallel == "auto" else parallel))
-    threads = max(1, machine.core_pairs // count) if count > 1 else None
+    threads = max(1, cores // count) if count > 1 else None
     return [Share(gpu_sets[number % len(gpu_sets)], threads) for number in range(count)]
 
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace.errors import BAD_INPUT
-from headrace.launch.local import half_the_cores
 from headrace.launch.placement import gpu_env
 from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.launch.run_directory import is_run
 from headrace.launch.supervisor import signals_to
-from headrace.machine import free_memory, visible_gpus
+from headrace.tools.evaluate.servers import Machine
 from headrace.tools.sweep.config import SweepConfig, override_words
-from headrace.tools.sweep.jobs import Job, Machine, Share, check_engines, divide
+from headrace.tools.sweep.jobs import Job, Share, check_engines, divide
 from headrace.tools.sweep.progress import RunProgress, SweepView
 from headrace.tools.sweep.record import SweepRecord, state_of, write_record
 
@@ -35,8 +34,7 @@ MAX_ATTEMPTS = 2
 
 def divide_machine(sweep: SweepConfig, jobs: Sequence[Job]) -> list[Share]:
     """Return a share of this machine for each run at a time; raises `ConfigError` if the runs need the same engines."""
-    machine = Machine(visible_gpus(), half_the_cores(), free_memory())
-    shares = divide(machine, sweep.parallel, sweep.gpus_per_run, len(jobs))
+    shares = divide(Machine.local(), sweep.parallel, sweep.gpus_per_run, len(jobs))
     check_engines(jobs, len(shares))
     return shares
 
