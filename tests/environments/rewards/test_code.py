@@ -195,15 +195,27 @@ async def test_closing_removes_what_killed_solutions_left(tmp_path: Path):
 async def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path):
     top = tmp_path / "top"
     top.mkdir()
-    here = os.open(top, code_runner.DIRECTORY)
+    here = os.open(top, os.O_DIRECTORY)
     for _ in range(1200):
         os.mkdir("abcd", dir_fd=here)
         os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
-        here = code_runner._step(here, "abcd")
+        there = os.open("abcd", os.O_DIRECTORY, dir_fd=here)
+        os.close(here)
+        here = there
     os.close(here)
     assert code_runner._is_fuller(str(top), 1 << 40)
     code_runner.remove_tree(str(top))
     assert not top.exists()
+
+
+async def test_directories_that_are_closed_to_their_owner_are_removed(tmp_path: Path):
+    inner = tmp_path / "top" / "closed" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "file").touch()
+    for directory in (inner, inner.parent):
+        directory.chmod(0)
+    code_runner.remove_tree(str(tmp_path / "top"))
+    assert not (tmp_path / "top").exists()
 
 
 async def test_what_fills_a_directory_is_every_entry_in_it(tmp_path: Path):
