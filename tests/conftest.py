@@ -1,22 +1,19 @@
 """Fixtures that several rooms share."""
 
-import gc
 import logging
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from headrace.machine import frozen_imports
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exclude what all test files import from garbage collections: a million objects that stay until the end."""
-    gc.disable()
-    try:
+    with frozen_imports():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.fixture(autouse=True)

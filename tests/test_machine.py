@@ -41,3 +41,16 @@ def test_objects_from_before_are_not_collected_while_frozen(first: str, deleted_
     inside, after = ended.stdout.splitlines()
     assert inside.split() == ["newer"], ended.stderr
     assert after.split() == deleted_after
+
+
+def test_what_is_imported_while_frozen_is_not_collected():
+    program = """
+import gc
+from headrace.machine import frozen_imports
+before = gc.get_freeze_count()
+with frozen_imports():
+    print(gc.isenabled())
+print(gc.isenabled(), gc.get_freeze_count() > before)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["False", "True", "True"], ended.stderr

@@ -23,10 +23,12 @@ from headrace.launch.process import PARENT_VAR, stop_with_launcher
 from headrace.launch.run_directory import LATEST, plan_directory
 from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
 from headrace.launch.supervisor import is_up
+from headrace.machine import frozen_imports
 from headrace.observe.logs import setup_logging
 from headrace.observe.monitors import forwarding
 from headrace.observe.status import Status
 from headrace.runfile.run import RunConfig
+from headrace.text import import_renderers
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 
@@ -84,8 +86,10 @@ def configure_orchestrator(parser: argparse.ArgumentParser) -> None:
 
 
 def run_orchestrator(arguments: argparse.Namespace) -> int:
-    from headrace.orchestrator import main
-    from headrace.orchestrator.shutdown import CANCEL_GRACE_S
+    with frozen_imports():
+        import_renderers()
+        from headrace.orchestrator import main
+        from headrace.orchestrator.shutdown import CANCEL_GRACE_S
 
     config = read_sampled_run(arguments.run)
     run = run_directory(config)
@@ -141,7 +145,8 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     ):
         request = StopRequest(status)
         if isinstance(config, RunConfig):
-            from headrace.trainer.rl import RlTrainer
+            with frozen_imports():
+                from headrace.trainer.rl import RlTrainer
 
             RlTrainer(
                 config.trainer,
@@ -152,7 +157,8 @@ def run_trainer(arguments: argparse.Namespace) -> int:
                 embedded=config.inference.engine == "embedded",
             ).run()
         else:
-            from headrace.trainer.sft import SftTrainer
+            with frozen_imports():
+                from headrace.trainer.sft import SftTrainer
 
             SftTrainer(config, resume=resume, stopped=request.stopped, status=status, engines=engines).run()
         from headrace.trainer.ranks import leave

@@ -16,9 +16,11 @@ from headrace.inference.colocation import ColocatedTrainer
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
+from headrace.machine import frozen_imports
 from headrace.observe.logs import setup_logging
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.runfile.run import RunConfig
+from headrace.text import import_renderers
 from headrace.text.hub import model_directory
 from headrace.transport.adapter import is_adapter
 from headrace.transport.run_dir import RunDir
@@ -56,7 +58,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
     alone = arguments.alone or (arguments.name is None and is_over(Path(arguments.target)))
     config = read_target(arguments.target, arguments.overrides, alone=alone)
     run = None if config.output_dir is None else RunDir(config.output_dir)
-    from headrace.inference.server.main import serve  # takes seconds: after the arguments were checked
+    with frozen_imports():  # takes seconds: after the arguments were checked
+        import_renderers()
+        from headrace.inference.server.main import serve
 
     if run is None or alone:
         setup_logging()

@@ -26,7 +26,7 @@ from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.machine import frozen_gc
+from headrace.machine import frozen_gc, frozen_imports
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
@@ -116,8 +116,9 @@ async def start_engine(
         return await start_vllm(
             config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, lock=lock
         )
-    from headrace.inference.embedded.backend import EmbeddedBackend
-    from headrace.inference.embedded.thread import EngineThread
+    with frozen_imports():
+        from headrace.inference.embedded.backend import EmbeddedBackend
+        from headrace.inference.embedded.thread import EngineThread
 
     engine = await asyncio.to_thread(load_embedded, config, directory, tokenizer, shared)
     return EmbeddedBackend(EngineThread(engine, lock))
