@@ -257,7 +257,7 @@ class Simulation:
         for step, totals in journal.totals_at().items():
             assert totals == journal.totals(through=step)
         replayed = RunningBaseline()
-        for env, rewards in journal.credits():
+        for _, env, rewards in journal.credits():
             if env == "stateful":
                 for agent, reward in rewards:
                     replayed.learn(agent, reward)

@@ -59,7 +59,7 @@ async def test_baselines_after_kills_are_those_of_all_credits_that_count(monkeyp
         run = simulation.Simulation(seed, kills=3)
         await run.run()
         baselines: dict[str, float] = {}
-        for env, rewards in run.journal.credits():
+        for _, env, rewards in run.journal.credits():
             for agent, reward in rewards if env == "stateful" else ():
                 baselines[agent] = 0.95 * baselines.get(agent, 0.0) + (1 - 0.95) * reward
         stored = run.journal.algorithm_states().get("stateful")

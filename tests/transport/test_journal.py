@@ -130,7 +130,7 @@ def test_rewards_come_back_in_the_order_of_credit(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     late, early = (Outcome(i, "", 1, 1, {}, credit, [("a", float(i))]) for i, credit in ((0, 1), (1, 0)))
     journal.commit(entries(draws(0, 1), late, early), shipped=1)
-    assert list(journal.credits()) == [("env", [("a", 1.0)]), ("env", [("a", 0.0)])]
+    assert list(journal.credits()) == [(1, "env", [("a", 1.0)]), (0, "env", [("a", 0.0)])]
 
 
 def test_lessons_are_in_the_order_of_credit_and_tell_failures_from_what_was_given_up(tmp_path: Path):

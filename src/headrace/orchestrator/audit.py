@@ -81,7 +81,7 @@ def format_report(states: dict[str, int], problems: Sequence[str]) -> str:
 
 async def replay_state(journal: Journal, env: str, algorithm: Algorithm) -> Any:
     """Return the state of a new algorithm after every credit of its environment in the journal."""
-    for credited, rewards in journal.credits():
+    for _, credited, rewards in journal.credits():
         if credited == env:
             await _credit(algorithm, env, rewards)
     return algorithm.state()
@@ -90,7 +90,7 @@ async def replay_state(journal: Journal, env: str, algorithm: Algorithm) -> Any:
 async def states_before(journal: Journal, env: str, algorithm: Algorithm) -> dict[int, Any]:
     """Return the state of a new algorithm before the credit of each draw."""
     states = {}
-    for draw, (credited, rewards) in zip(journal.credited_draws(), journal.credits(), strict=True):
+    for draw, credited, rewards in journal.credits():
         if credited == env:
             states[draw] = _json_copy(algorithm.state())
             await _credit(algorithm, env, rewards)

@@ -79,17 +79,17 @@ def _environment_metrics(env: str, rollouts: Sequence[Rollout]) -> dict[str, flo
 
 def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
     """Return the metrics of a finished evaluation; only `errors` if every episode failed."""
-    episodes = sum(len({rollout.episode for rollout in _rollouts(group)}) for group in batch.groups)
+    episodes = sum(len({rollout.episode for rollout in group.all_rollouts}) for group in batch.groups)
     groups = [finished for group in batch.groups if (finished := _finished_episodes(group))]
     values = {"errors": (episodes - sum(map(len, groups))) / episodes}
     if groups:
         k = batch.group_size
-        rewards = [[_value(episode, _reward) for episode in group] for group in groups]
+        rewards = [[_value(episode, lambda rollout: rollout.reward) for episode in group] for group in groups]
         values[f"avg@{k}"] = _mean([_mean(group) for group in rewards])  # by task: a failure keeps its task's weight
         # pass@1, 2, 4, ... k over the tasks with enough episodes; none if rewards are not binary.
-        correct = (
-            rewards if batch.solved is not None else [[_value(e, _correctness) for e in group] for group in groups]
-        )
+        correct = rewards
+        if batch.solved is None:
+            correct = [[_value(e, lambda r: (r.rewards | r.metrics).get(CORRECT, r.reward)) for e in g] for g in groups]
         values |= {f"pass@{size}": _mean(rates) for size, rates in pass_rates(correct, k, batch.solved).items()}
         rollouts = [rollout for group in groups for episode in group for rollout in episode]
         by_agent: dict[str, list[float]] = {}  # an agent may play several times in an episode, or not at all
@@ -125,28 +125,16 @@ def is_empty(rollout: Rollout) -> bool:
     return not (content.strip() if isinstance(content, str) else content) and not replies[-1].get("tool_calls")
 
 
-def _rollouts(group: ScoredGroup) -> list[Rollout]:
-    return [*group.rollouts, *(rollout for rollout, _ in group.dropped)]
-
-
 def _finished_episodes(group: ScoredGroup) -> list[Episode]:
     """Return the episodes of a task in which no rollout failed."""
     by_episode: dict[int, Episode] = {}
-    for rollout in _rollouts(group):
+    for rollout in group.all_rollouts:
         by_episode.setdefault(rollout.episode, []).append(rollout)
     return [rollouts for rollouts in by_episode.values() if all(rollout.error is None for rollout in rollouts)]
 
 
 def _value(episode: Episode, read: Callable[[Rollout], float]) -> float:
     return _mean([read(rollout) for rollout in [r for r in episode if r.trainable] or episode])
-
-
-def _reward(rollout: Rollout) -> float:
-    return rollout.reward
-
-
-def _correctness(rollout: Rollout) -> float:
-    return (rollout.rewards | rollout.metrics).get(CORRECT, rollout.reward)
 
 
 def _rollout_metrics(finished: Sequence[Rollout]) -> dict[str, float]:

@@ -75,6 +75,11 @@ class ScoredGroup(msgspec.Struct, eq=False):
         return cls(kind, group, kept, dropped, cancelled, arrived=len(rollouts), sampled_tokens=tokens)
 
     @property
+    def all_rollouts(self) -> list[Rollout]:
+        """Return the remaining rollouts, then the dropped ones."""
+        return [*self.rollouts, *(rollout for rollout, _ in self.dropped)]
+
+    @property
     def tokens(self) -> int:
         return sum(len(sample) for rollout in self.rollouts for sample in rollout.samples)
 
@@ -129,11 +134,7 @@ class EvalBatch(msgspec.Struct, eq=False):
     @property
     def rollouts(self) -> list[Rollout]:
         """Return all rollouts, failed ones included."""
-        return [
-            rollout
-            for group in self.groups
-            for rollout in (*group.rollouts, *(rollout for rollout, _ in group.dropped))
-        ]
+        return [rollout for group in self.groups for rollout in group.all_rollouts]
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

@@ -306,15 +306,11 @@ class Journal:
         rows = self._db.execute("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
         return {env: AlgorithmState(algorithm, state.encode()) for env, algorithm, state, _ in rows}
 
-    def credits(self) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-        """Yield environment and rewards of every credited draw, in the order of credit."""
-        rows = self._db.execute("SELECT env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
-        for env, rewards in rows:
-            yield env, _decode_rewards(rewards)
-
-    def credited_draws(self) -> list[int]:
-        """Return the ids of credited draws, in the order of credit."""
-        return [row[0] for row in self._db.execute("SELECT id FROM draws WHERE credit IS NOT NULL ORDER BY credit")]
+    def credits(self) -> Iterator[tuple[int, str, list[tuple[str, float]]]]:
+        """Yield id, environment and rewards of every credited draw, in the order of credit."""
+        rows = self._db.execute("SELECT id, env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
+        for draw, env, rewards in rows:
+            yield draw, env, _decode_rewards(rewards)
 
     def lessons(self) -> Iterator[Lesson]:
         """Yield the result of every finished draw: credited ones in the order of credit, then the others by id."""

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from headrace.config.orchestrator import FILTERS, FilterConfig
-from headrace.rollout.types import Rollout, Sample
+from headrace.rollout.types import Rollout
 
 _OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights")
 
@@ -31,10 +31,5 @@ def has_no_advantage(rollout: Rollout) -> bool:
     """Return whether a rollout has rl credit and all of it is 0. Rollouts trained by other losses never match."""
     if any(np.any(s.streams[name]) for s in rollout.samples for name in _OTHER_COMPONENTS if name in s.streams):
         return False
-    credit = [s.streams["advantages"][_in_rl_loss(s)] for s in rollout.samples if "advantages" in s.streams]
+    credit = [s.streams["advantages"][s.rl_members] for s in rollout.samples if "advantages" in s.streams]
     return any(len(values) for values in credit) and not any(np.count_nonzero(values) for values in credit)
-
-
-def _in_rl_loss(sample: Sample) -> np.ndarray:
-    weights = sample.streams.get("rl_weights")
-    return sample.mask if weights is None else sample.mask & (weights != 0)

@@ -68,7 +68,7 @@ def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: 
     of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
     problems = unknown_keys(written, [*known, *OWN_SECTIONS])
     problems += unknown_keys(table_at(written, "trainer"), of_trainer, "trainer.")
-    own = _without_nulls({name: written[name] for name in (*OWN_SECTIONS, "trainer") if name in written})
+    own = {name: written[name] for name in (*OWN_SECTIONS, "trainer") if name in written}
     try:
         given = HackableConfig.model_validate(own)
     except ValidationError as error:
@@ -81,15 +81,6 @@ def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: 
     if translation.problems:
         raise _refusal(translation.problems, origins)
     return result, notices + translation.notices
-
-
-def _without_nulls(tree: Tree) -> Tree:
-    """Drop keys that a later file set to null; nulls among kwargs are left to the plugins."""
-    return {
-        key: _without_nulls(value) if isinstance(value, dict) and key != "kwargs" else value
-        for key, value in tree.items()
-        if value is not None
-    }
 
 
 def _refusal(problems: Sequence[BadInput], origins: Origins) -> ConfigError:
