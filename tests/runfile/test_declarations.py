@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.algorithms.length_penalty import LENGTH_PENALTIES
+from headrace.algorithms.length_penalties import LENGTH_PENALTIES
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.curriculum import GATES, SAMPLERS
 from headrace.config.orchestrator import FILTERS

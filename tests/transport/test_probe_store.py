@@ -7,7 +7,7 @@ import pytest
 
 from headrace.rollout.batch import Batch, BatchSample, SchemaError, encode_batch
 from headrace.rollout.version import Version
-from headrace.transport.batches import KEEP_LAST, TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import KEEP_LAST_PROBES, TRAINER_LOGPROBS, ProbeStore
 from tests.rollout.strategies import sample
 
 
@@ -39,7 +39,7 @@ def test_only_the_newest_stay_and_a_rewound_trainer_is_newer(store: ProbeStore):
     for version in (*(Version(0, step) for step in range(1, 8)), Version(1, 3)):
         store.write(version, [probed()])
     assert store.versions() == [Version(0, 5), Version(0, 6), Version(0, 7), Version(1, 3)]
-    assert len(store.versions()) == KEEP_LAST
+    assert len(store.versions()) == KEEP_LAST_PROBES
 
 
 def test_what_a_kill_left_half_written_is_no_probe(store: ProbeStore):

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, Tally
-from headrace.algorithms.length_penalty import LengthPenalty, LengthPenaltyConfig
+from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
 from headrace.algorithms.user_function import load_function, name_of, numbers
 from headrace.config.algorithms import FINAL, AlgorithmConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue

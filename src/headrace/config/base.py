@@ -13,9 +13,9 @@ from headrace.errors import BadInput, InvalidValue, shown_value
 
 Tree = dict[str, Any]
 """A run file as plain tables, lists and values."""
-
-
 COMMAND_LINE = "command line"
+IMPORTED = "imported"
+"""The tag of the alternative that is named by an import path, `package.module:Class`."""
 
 
 class Origins:
@@ -108,10 +108,6 @@ class Config(BaseModel):
     def notices(self) -> list[str]:
         """Return notices about a configuration that is valid but probably not intended."""
         return []
-
-
-IMPORTED = "imported"
-"""The tag of the alternative that is named by an import path, `package.module:Class`."""
 
 
 class BooleanForNumber(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import ROLES, Rollout
 
+_TOOL = ROLES.index("tool")
 ROUNDING = 1e-12
 """Relative size below which a difference counts as rounding error."""
 
@@ -46,9 +47,6 @@ def max_rl(rewards: np.ndarray) -> np.ndarray:
     mean = baseline(rewards)
     positive = mean > ROUNDING * np.abs(rewards).max(initial=0.0)
     return center(rewards) / mean if positive else np.zeros_like(rewards)
-
-
-_TOOL = ROLES.index("tool")
 
 
 class Cohort(msgspec.Struct, frozen=True, eq=False):

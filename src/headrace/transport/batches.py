@@ -14,6 +14,11 @@ from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.transport.files import sync, write_atomically
 
+TRAINER_LOGPROBS = "trainer_logprobs"
+"""The stream of a probe's samples: logprobs by the trainer with the weights of the probe's version."""
+KEEP_LAST_PROBES = 4
+"""Probes on disk: the engine has one of the newest versions or loads it next."""
+
 
 class BatchStore:
     """The `batches/` directory of a run."""
@@ -74,12 +79,6 @@ class BatchStore:
                 self.path(later).unlink(missing_ok=True)
 
 
-TRAINER_LOGPROBS = "trainer_logprobs"
-"""The stream of a probe's samples: logprobs by the trainer with the weights of the probe's version."""
-KEEP_LAST = 4
-"""Probes on disk: the engine has one of the newest versions or loads it next."""
-
-
 class ProbeStore:
     """The `probes/` directory of a run: a few sequences of each step with the trainer's logprobs, to measure drift.
 
@@ -98,7 +97,7 @@ class ProbeStore:
         for unfinished in self.directory.glob(".v-*.tmp"):  # left by a killed process
             unfinished.unlink()
         write_atomically(self.path(version), encode_batch(Batch(version.step, version.incarnation, samples)))
-        for old in self.versions()[:-KEEP_LAST]:
+        for old in self.versions()[:-KEEP_LAST_PROBES]:
             self.path(old).unlink(missing_ok=True)
 
     def read(self, version: Version) -> list[Sample]:

@@ -11,6 +11,10 @@ from pathlib import Path
 from headrace.errors import BadInput
 from headrace.transport.run_dir import RunDir
 
+POLL_S = 0.004
+"""Interval between two attempts to acquire the lock, and between two polls of an idle engine."""
+ALL_MEMORY = "all"
+
 
 @contextmanager
 def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
@@ -58,11 +62,6 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-POLL_S = 0.004
-"""Interval between two attempts to acquire the lock, and between two polls of an idle engine."""
-ALL_MEMORY = "all"
 
 
 class DeviceLock:

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algorithms.base import Tally
-from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
+from headrace.algorithms.length_penalties import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.rollout.credit import Cohort
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, model_serializer
 
 from headrace.algorithms.base import Tally
-from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
+from headrace.algorithms.length_penalties import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.errors import InvalidValue
 from headrace.rollout.credit import Cohort
 

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algorithms.base import Tally
-from headrace.algorithms.length_penalty import LENGTH_PENALTIES, LengthPenaltyConfig
+from headrace.algorithms.length_penalties import LENGTH_PENALTIES, LengthPenaltyConfig
 from headrace.errors import InvalidValue
 from headrace.rollout.credit import Cohort
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
-from headrace.algorithms.length_penalty import LengthPenalty
+from headrace.algorithms.length_penalties import LengthPenalty
 from headrace.errors import Failure
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.rollout.credit import Cohort, center

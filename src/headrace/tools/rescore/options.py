@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.algorithms.length_penalty import LengthPenaltyConfig
+from headrace.algorithms.length_penalties import LengthPenaltyConfig
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config, ConfigError, Tree
 from headrace.config.model import FrozenModelConfig

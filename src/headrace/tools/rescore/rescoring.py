@@ -21,7 +21,7 @@ import numpy as np
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext
-from headrace.algorithms.length_penalty import LengthPenalty, LengthPenaltyConfig
+from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
