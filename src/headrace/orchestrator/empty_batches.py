@@ -17,6 +17,18 @@ from headrace.transport.journal import GROUP_FAILED
 log = logging.getLogger(__name__)
 
 NO_ADVANTAGE = "zero_advantage"
+CAUSES = {
+    "not_trainable": ("no rollout was trainable", "Let the environment set `trainable` on the agents that learn"),
+    GATED: (
+        "the gate of the curriculum rejected every group",
+        "Widen its range, or see why rewards are equal within groups",
+    ),
+    NO_REFERENCE: (
+        "the model that scores them returned no scores",
+        "Check that it is up; the log has its last error",
+    ),
+}
+"""Likely cause of an empty batch and what to change, by the drop reason of most rollouts."""
 MIN_FAILED_EPISODES = 32
 """Failed episodes in a row that end a run, or those of two batches if that is more."""
 
@@ -105,15 +117,8 @@ class EmptyBatches:
 
 def likely_cause(reason: str, rewards: list[float]) -> tuple[str, str]:
     """Return the likely cause of an empty batch, and what to change."""
-    if reason == "not_trainable":
-        return "no rollout was trainable", "Let the environment set `trainable` on the agents that learn"
-    if reason == GATED:
-        return (
-            "the gate of the curriculum rejected every group",
-            "Widen its range, or see why rewards are equal within groups",
-        )
-    if reason == NO_REFERENCE:
-        return "the model that scores them returned no scores", "Check that it is up; the log has its last error"
+    if reason in CAUSES:
+        return CAUSES[reason]
     if reason != NO_ADVANTAGE:
         return (
             f"most were dropped for {reason!r}",

@@ -108,9 +108,8 @@ def _without_nulls(tree: Any) -> Any:
 def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
     """Make relative paths in a file mean the same from every working directory."""
     for key in keys:
-        *parents, name = key.split(".")
-        node = value_at(tree, parents)
-        given = node.get(name) if isinstance(node, dict) else None
+        node, name = holder_of(tree, key.split("."))
+        given = node.get(name)
         if isinstance(given, str):
             node[name] = str((directory / given).resolve())
         elif isinstance(given, list):
@@ -120,9 +119,8 @@ def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
 def drop_filled(tree: Tree, filled_from: Mapping[str, str]) -> None:
     """Drop keys that say what the key says that fills them, as in a run's own file: they follow if that changes."""
     for target, source in filled_from.items():
-        *parents, name = target.split(".")
-        section = value_at(tree, parents)
-        if isinstance(section, dict) and name in section:
+        section, name = holder_of(tree, target.split("."))
+        if name in section:
             _drop_equal(section, name, value_at(tree, source.split(".")))
 
 
@@ -141,9 +139,8 @@ def expand_texts(text_for: Mapping[str, str], content: Tree, tree: Tree) -> None
     Such a text replaces the whole table of earlier files in `tree`.
     """
     for path, key in text_for.items():
-        *parents, name = path.split(".")
-        section = value_at(content, parents)
-        if isinstance(section, dict) and isinstance(section.get(name), str):
+        section, name = holder_of(content, path.split("."))
+        if isinstance(section.get(name), str):
             section[name] = {key: section[name]}
             drop(tree, path.split("."))
 
@@ -160,8 +157,8 @@ def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]
             drop(tree, key.split("."))
     for key, value in written.items():
         *parents, name = key.split(".")
-        table = value_at(tree, parents) if name == "type" else None
-        if isinstance(table, dict) and table.get("type") != value:
+        table = table_at(tree, *parents)
+        if name == "type" and table and table.get("type") != value:
             sections = sections_at(kind, parents)
             chosen = [section for section in sections if is_type_of(section, value)]
             own = {field for section in chosen for field in section.model_fields}
@@ -172,9 +169,19 @@ def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]
 
 def drop(tree: Tree, path: Sequence[str]) -> None:
     """Remove a dotted key, if it is there."""
-    section = value_at(tree, path[:-1])
-    if isinstance(section, dict):
-        section.pop(path[-1], None)
+    section, name = holder_of(tree, path)
+    section.pop(name, None)
+
+
+def holder_of(tree: Tree, path: Sequence[str]) -> tuple[Tree, str]:
+    """Return the table that a key is in, an empty one where there is none, and the last part of the key."""
+    return table_at(tree, *path[:-1]), path[-1]
+
+
+def table_at(tree: Tree, *path: str) -> Tree:
+    """Return the table at a path; an empty one where there is none."""
+    table = value_at(tree, path)
+    return table if isinstance(table, dict) else {}
 
 
 def value_at(tree: Any, path: Sequence[str]) -> Any:

@@ -11,7 +11,7 @@ from headrace.config.base import Tree, as_table, merge_names, rename_key
 from headrace.errors import BadInput, InvalidValue, shown_value
 from headrace.runfile.foreign_keys import HINTS, replace_foreign_keys
 from headrace.runfile.hackable.sections import NamedTrainerConfig
-from headrace.runfile.reading import leaves, put
+from headrace.runfile.reading import leaves, put, table_at
 
 ADAMW = ("adamw", "adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_xla")
 SMALL_ADAMW = (
@@ -153,14 +153,6 @@ def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list
             fix = HINTS.get(name) or (f"Did you mean {section}{close[0]}?" if close else None)
             problems.append(BadInput("unknown key", key=f"{section}{name}", fix=fix))
     return problems
-
-
-def table_at(tree: Tree, *path: str) -> Tree:
-    """Return the table at a path; an empty one where there is none."""
-    node: Any = tree
-    for key in path:
-        node = node.get(key, {}) if isinstance(node, dict) else {}
-    return node if isinstance(node, dict) else {}
 
 
 class Translated:

@@ -20,7 +20,6 @@ from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.hackable.names import (
     contradictions,
     rename_keys,
-    table_at,
     trackers,
     translate_trainer,
     unknown_keys,
@@ -44,7 +43,7 @@ from headrace.runfile.hackable.sections import (
     NamedTrainerConfig,
 )
 from headrace.runfile.hackable.storage import PathResolver, may_be_on_the_hub, tokens, variables
-from headrace.runfile.reading import explain_all, located, merge
+from headrace.runfile.reading import explain_all, located, merge, table_at
 
 OWN_SECTIONS = ("objective", "rewards", "generation", "data", "storage", "auth")
 ENVIRONMENT = "hackable"
