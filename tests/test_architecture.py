@@ -107,7 +107,8 @@ LAYERS = (
 """The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""
 TOOLS = (
     ("sweep",),
-    ("evaluate", "compare", "rescore", "probe", "check_algorithm", "hub", "chat"),
+    ("compare",),
+    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat"),
     ("names", "statistics"),
 )
 """The same for the folders of `tools`."""

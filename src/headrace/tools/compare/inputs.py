@@ -18,6 +18,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.runfile.reading import leaves
 from headrace.runfile.run import SHARED
+from headrace.tools.evaluate.completions import read_episodes
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -95,22 +96,11 @@ class _Settings(msgspec.Struct):
     model: str
 
 
-class _Episode(msgspec.Struct):
-    key: str
-    sample: int
-    correct: bool = False
-    error: str = ""
-
-
 def read_scores(evaluation: Path, runs: Sequence[Path]) -> list[Scores]:
     """Return the scores of each run's final model that `headrace eval` wrote; empty if it was not evaluated."""
     if not evaluation.is_dir():
-        raise BadInput(
-            "no such directory",
-            key="--evaluation",
-            value=evaluation,
-            fix="Create it with `headrace eval RUN... --output DIR`.",
-        )
+        fix = "Create it with `headrace eval RUN... --output DIR`."
+        raise BadInput("no such directory", key="--evaluation", value=evaluation, fix=fix)
     folders: dict[Path, Path] = {}
     for file in sorted(evaluation.rglob("settings.json")):
         try:
@@ -147,14 +137,8 @@ def read_own_scores(run: Path, step: int, environments: Iterable[str]) -> Scores
 
 
 def _read_completions(path: Path) -> Scores:
-    episodes: dict[str, dict[int, bool]] = {}
-    decoder = msgspec.json.Decoder(_Episode)
-    content = path.read_bytes() if path.is_file() else b""
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            episode = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise BadInput(f"not an episode: {error}", file=path, line=number) from error
+    correct: dict[str, list[bool]] = {}
+    for episode in read_episodes(path)[0].values():
         if not episode.error:
-            episodes.setdefault(episode.key, {})[episode.sample] = episode.correct
-    return {key: sum(samples.values()) / len(samples) for key, samples in episodes.items()}
+            correct.setdefault(episode.key, []).append(episode.correct)
+    return {key: fmean(samples) for key, samples in correct.items()}

@@ -147,13 +147,14 @@ def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class CompletionsFile:
-    """A model's `completions.jsonl`. The constructor reads existing episodes."""
+    """A model's `completions.jsonl`. The constructor reads existing episodes and removes an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.scored = _read(path) if path.is_file() else {}
+        self.scored, length = read_episodes(path)
         """By task key and sample index."""
         self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
+        self._file.truncate(length)
 
     def append(self, completion: Completion) -> None:
         self._file.write(msgspec.json.encode(completion) + b"\n")
@@ -169,22 +170,17 @@ class CompletionsFile:
         return episode is None or bool(episode.error)
 
 
-def _read(path: Path) -> dict[tuple[str, int], ScoredEpisode]:
-    """Read all episodes and truncate the file to its last complete line."""
-    scored = {}
+def read_episodes(path: Path) -> tuple[dict[tuple[str, int], ScoredEpisode], int]:
+    """Return the episodes of a file by task key and sample index, and the size of its complete lines in bytes."""
+    content = path.read_bytes() if path.is_file() else b""
+    length = content.rfind(b"\n") + 1
     decoder = msgspec.json.Decoder(ScoredEpisode)
-    with open(path, "rb+") as file:
-        whole = 0
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                episode = decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise BadInput(
-                    f"cannot be read as an episode: {error}", file=path, line=number, fix="Move the file away."
-                ) from error
-            scored[episode.key, episode.sample] = episode
-            whole += len(line)
-        file.truncate(whole)
-    return scored
+    scored = {}
+    for number, line in enumerate(content[:length].splitlines(), 1):
+        try:
+            episode = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            fact = f"cannot be read as an episode: {error}"
+            raise BadInput(fact, file=path, line=number, fix="Move the file away.") from error
+        scored[episode.key, episode.sample] = episode
+    return scored, length

@@ -63,13 +63,21 @@ async def evaluate(
             free_engines.put_nowait(engines)
     if evaluation.workers:
         environment = WorkerPool(environment, evaluation.env, evaluation.args, size=evaluation.workers)
+
+    async def evaluate_one(candidate: Candidate) -> EvaluationOutcome:
+        try:
+            return await _evaluate(evaluation, candidate, environment, examples, free_engines, progress)
+        except Exception as error:  # the other models continue
+            message = str(error)
+            if not isinstance(error, Failure | EngineCallError):
+                log.exception("%s could not be evaluated", candidate.name)
+                message = f"{type(error).__name__}: {error}"
+            return EvaluationOutcome(ModelResult(candidate.name, candidate.source, failure=message), [], error)
+
     try:
         await environment.start()
         async with asyncio.TaskGroup() as group:
-            jobs = [
-                group.create_task(_try_evaluate(evaluation, candidate, environment, examples, free_engines, progress))
-                for candidate in candidates
-            ]
+            jobs = [group.create_task(evaluate_one(candidate)) for candidate in candidates]
         return [job.result() for job in jobs]
     finally:
 
@@ -102,25 +110,6 @@ def _tags(environment: Environment, task: Task) -> Tags:
         key = f"{type(environment).__name__}.thinking_tags"
         raise BadInput("must be two texts, the tags around reasoning", key=key, value=tags)
     return tags[0], tags[1]
-
-
-async def _try_evaluate(
-    evaluation: Evaluation,
-    candidate: Candidate,
-    environment: Environment,
-    examples: Examples,
-    free_engines: asyncio.Queue[EngineSet],
-    progress: Progress,
-) -> EvaluationOutcome:
-    """Evaluate one model; a failure becomes its outcome, so that the other models continue."""
-    try:
-        return await _evaluate(evaluation, candidate, environment, examples, free_engines, progress)
-    except Exception as error:
-        message = str(error)
-        if not isinstance(error, Failure | EngineCallError):
-            log.exception("%s could not be evaluated", candidate.name)
-            message = f"{type(error).__name__}: {error}"
-        return EvaluationOutcome(ModelResult(candidate.name, candidate.source, failure=message), [], error)
 
 
 async def _evaluate(
