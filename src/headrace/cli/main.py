@@ -25,10 +25,9 @@ from headrace.errors import BAD_INPUT, BadInput, Failure
 FAILED = 1
 
 EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.ENOTDIR, errno.EPERM, errno.EROFS})
-"""Errors of the operating system that say enough with the path at fault."""
-
+"""Errors of the operating system that are explained by their text and path."""
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "database or disk is full")
-"""How a full disk reads when a library wraps the error."""
+"""Texts of a full disk in errors that a library has wrapped."""
 
 
 class Command(NamedTuple):
@@ -39,17 +38,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "rl": Command(
-        "training", "train a model with reinforcement learning; starts and supervises the three processes.", "all"
-    ),
+    "rl": Command("training", "train a model with reinforcement learning; supervises the three processes.", "all"),
     "sft": Command("training", "train a model on examples.", "all"),
     "serve": Command("serve", "serve a model over HTTP, or the model of a run.", "all"),
     "chat": Command("chat", "chat with a model, the model of a run, or any OpenAI-compatible server.", "dotted"),
     "new": Command("new", "write the skeleton of an environment, with a test and run files."),
     "probe": Command("probe", "test an environment before training: hostile answers, prompts, rewards.", "dotted"),
-    "check-algorithm": Command(
-        "check_algorithm", "test an algorithm with worked numbers and invariants, without a model.", "dotted"
-    ),
+    "check-algorithm": Command("check_algorithm", "test an algorithm with worked numbers and invariants.", "dotted"),
     "orchestrator": Command("processes", "start only the orchestrator of a run; it continues where its journal ends."),
     "trainer": Command("processes", "start only the trainer of a run, an RL run or an SFT run."),
     "eval": Command("eval", "evaluate finished models on an environment: accuracy, pass@k, format, lengths."),
@@ -58,9 +53,7 @@ COMMANDS = {
     "sweep": Command("sweep", "run a grid, a list or random values of any keys, with seeds, and report on it.", "all"),
     "config": Command("config", "print the resolved configuration of a run file, or explain a key."),
     "audit": Command("runs", "account for every prompt of a run, and check its journal."),
-    "rescore": Command(
-        "rescore", "compute the credit of a run's saved rollouts with another algorithm; samples nothing.", "dotted"
-    ),
+    "rescore": Command("rescore", "credit a run's saved rollouts with another algorithm; samples nothing.", "dotted"),
     "export": Command("models", "write a checkpoint as a Hugging Face model."),
     "push": Command("hub", "upload a run, a model, a checkpoint or a dataset to the Hugging Face hub."),
     "pull": Command("hub", "download a run, a model or a dataset from the Hugging Face hub."),
@@ -145,7 +138,7 @@ class Explanation(NamedTuple):
 
 
 def explain(error: BaseException) -> Explanation | None:
-    """A sentence and an exit code, or None for what deserves its traceback."""
+    """Return a sentence and an exit code, or None if the traceback should be shown."""
     causes = list(_chain(error))
     if any(map(_is_full_disk, causes)):
         where = [str(cause.filename) for cause in causes if isinstance(cause, OSError) and cause.filename]
@@ -153,7 +146,7 @@ def explain(error: BaseException) -> Explanation | None:
         place = f" ({', '.join(dict.fromkeys(where))})" if where else ""
         advice = "free some and try again; a run that had begun continues with --resume"
         return Explanation(f"no space left on device{place}: {advice}", FAILED)
-    if any(map(_is_of_peer, causes)):
+    if any(map(_is_lost_rank, causes)):
         return Explanation("another rank is gone; what it said comes before this", FAILED)
     if isinstance(error, Failure):
         return Explanation(str(error), BAD_INPUT if isinstance(error, BadInput) else FAILED)
@@ -168,15 +161,15 @@ def _is_full_disk(error: BaseException) -> bool:
     return any(words in str(error) for words in FULL_DISK)
 
 
-def _is_of_peer(error: BaseException) -> bool:
-    """Whether torch could not talk to another rank; by name, since commands without ranks never import torch."""
+def _is_lost_rank(error: BaseException) -> bool:
+    """Return whether torch lost the connection to another rank; by name, because torch may not be imported."""
     if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it."""
+    """Yield the error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

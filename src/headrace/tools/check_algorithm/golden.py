@@ -39,9 +39,7 @@ class Golden(msgspec.Struct, frozen=True):
     model: Callable[[Fixtures], FakeModel] = lambda fixtures: FakeModel()
 
 
-def _group(
-    rewards: Sequence[float], lengths: Sequence[int] | int = 2, **more: Any
-) -> Callable[[Fixtures], list[Rollout]]:
+def _group(rewards: Sequence[float], lengths: Sequence[int] | int = 2, **more: Any) -> MakeRollouts:
     sizes = [lengths] * len(rewards) if isinstance(lengths, int) else lengths
     shapes = [{name: value[n] for name, value in more.items()} for n in range(len(rewards))]
     return lambda _: [bare_rollout(r, size, **shape) for r, size, shape in zip(rewards, sizes, shapes, strict=True)]
@@ -51,6 +49,7 @@ def _with(**penalty: Any) -> dict[str, Any]:
     return {"length_penalty": penalty}
 
 
+_FOUR = _group([1, 1, 0, 0], [100, 200, 100, 200])
 _GROUP_CREDIT = (
     Golden(_group([1, 0, 0, 0]), [0.75, -0.25, -0.25, -0.25]),
     Golden(_group([0.3] * 6), [0.0] * 6),
@@ -59,17 +58,9 @@ _GROUP_CREDIT = (
     # B(r) = 100 / 400
     Golden(_group([1, 0], [100, 300]), [0.75, -0.25], {"length_weighted_baseline": True}),
     # p = .25 * .5 * tokens / 1000 = .0125, .025, .0125, .025; its mean .01875
-    Golden(
-        _group([1, 1, 0, 0], [100, 200, 100, 200]),
-        [0.50625, 0.49375, -0.49375, -0.50625],
-        _with(type="linear"),
-    ),
+    Golden(_FOUR, [0.50625, 0.49375, -0.49375, -0.50625], _with(type="linear")),
     # penalizes correct rollouts only: p = .0125, .025, 0, 0; its mean .009375
-    Golden(
-        _group([1, 1, 0, 0], [100, 200, 100, 200]),
-        [0.496875, 0.484375, -0.490625, -0.490625],
-        _with(type="linear", gate_by_correctness=True),
-    ),
+    Golden(_FOUR, [0.496875, 0.484375, -0.490625, -0.490625], _with(type="linear", gate_by_correctness=True)),
     # all correct: credit comes from the penalty alone. p = .025, .075
     Golden(_group([1, 1], [100, 300]), [0.025, -0.025], _with(type="linear")),
     # a negative pass rate would turn the penalty into a bonus
@@ -151,11 +142,7 @@ GOLDEN: dict[str, tuple[Golden, ...]] = {
         # No rollout is correct, so there is no contrast: mean .5, standard deviation .5
         Golden(_group([1, 1, 0, 0]), [1, 1, -1, -1], {"correct_threshold": 2.0}),
         # p = .0125, .025, .0125, .025 is centered at .01875 and not divided by the deviation
-        Golden(
-            _group([1, 1, 0, 0], [100, 200, 100, 200]),
-            [1.00625, 0.99375, -0.99375, -1.00625],
-            {"correct_threshold": 2.0, **_with(type="linear")},
-        ),
+        Golden(_FOUR, [1.00625, 0.99375, -0.99375, -1.00625], {"correct_threshold": 2.0, **_with(type="linear")}),
         # e = .048751, -.0002, .879885, so only the second token is not modulated, and counts threefold
         Golden(_siblings, [[0, -1.2, 0]], model=_contrasting),
     ),
