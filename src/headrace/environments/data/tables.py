@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -29,20 +29,6 @@ Wanted = Callable[[list[str]], list[str]]
 
 class DataNotHere(DataError):
     """A dataset on the hub that is not in the cache and cannot be downloaded now."""
-
-
-class Table(Protocol):
-    """Rows by number, each with its file or dataset and its line."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def place(self, index: int) -> tuple[str, int]:
-        """Return the file or dataset, and the line or row in it, from 1."""
-        ...
 
 
 def all_columns(known: list[str]) -> list[str]:
@@ -167,6 +153,10 @@ class Dataset:
 
     def place(self, index: int) -> tuple[str, int]:
         return self._title, index + 1
+
+
+Table = JsonLines | Parquet | Dataset
+"""Rows by number; `place` returns the file or dataset of a row, and the line or row in it, from 1."""
 
 
 def _load(name: str, subset: str | None, split: str, title: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Protocol
 
 from headrace.environments.rewards.mathematics.numbers import Number, number_of, same_number
 from headrace.environments.rewards.mathematics.shapes import (
@@ -31,15 +30,7 @@ _CHOICE = re.compile(r"\(([A-Z])\)(.+)")
 _IN_BASE = re.compile(r"(-?)\(?([0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?)\)?(?:_\{(\d+)\})?")
 
 
-class Judge(Protocol):
-    """Decides whether two values, or two equations, are the same; None where it cannot."""
-
-    def values(self, gold: Value, answer: Value) -> bool | None: ...
-
-    def equations(self, gold: Relation, answer: Relation) -> bool | None: ...
-
-
-def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
+def same(gold: Shape, answer: Shape, judge: Numbers) -> bool | None:
     """Return whether an answer is the gold one; the rules for missing names and units differ between the two."""
     match gold, answer:
         case Relation(), Relation():
@@ -69,7 +60,7 @@ def same(gold: Shape, answer: Shape, judge: Judge) -> bool | None:
 
 
 class Numbers:
-    """The judge that compares numbers and spelling."""
+    """The judge of two values, or of two equations, by numbers and spelling: None where these do not decide."""
 
     def __init__(self, tolerance: float | None = None) -> None:
         self._tolerance = tolerance
@@ -124,7 +115,7 @@ def _same_in_base(gold: re.Match[str], answer: re.Match[str]) -> bool:
     return base == answer_base and gold[1] + gold[2].lstrip("0") == answer[1] + answer[2].lstrip("0")
 
 
-def _same_relations(gold: Relation, answer: Relation, judge: Judge) -> bool | None:
+def _same_relations(gold: Relation, answer: Relation, judge: Numbers) -> bool | None:
     if gold.signs == answer.signs and _same_in_order(gold.sides, answer.sides, Numbers()):
         return True
     if gold.is_equation and answer.is_equation:
@@ -134,13 +125,13 @@ def _same_relations(gold: Relation, answer: Relation, judge: Judge) -> bool | No
     return gold.signs == answer.signs and _same_in_order(gold.sides, answer.sides, judge)
 
 
-def _same_in_order(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) -> bool | None:
+def _same_in_order(gold: Sequence[Shape], answer: Sequence[Shape], judge: Numbers) -> bool | None:
     if len(gold) != len(answer):
         return False
     return _all(same(one, other, judge) for one, other in zip(gold, answer, strict=True))
 
 
-def _same_items(gold: Sequence[Shape], answer: Sequence[Shape], judge: Judge) -> bool | None:
+def _same_items(gold: Sequence[Shape], answer: Sequence[Shape], judge: Numbers) -> bool | None:
     """Match each gold item with an item of the answer. Names that distinguish the gold items are required."""
     if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False

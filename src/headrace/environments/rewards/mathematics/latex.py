@@ -10,21 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from headrace.environments.rewards.mathematics.vocabulary import (
-    ARGUMENTS,
-    CONNECTIVES,
-    DROPPED,
-    FUNCTIONS,
-    IN_WORDS,
-    INVISIBLE,
-    KNOWN_UNITS,
-    NAMED,
-    PLAIN,
-    SHORT_WORDS,
-    SIGNS,
-    SPELLING,
-    UNIT_LETTERS,
-)
+from headrace.environments.rewards.mathematics import vocabulary
 
 LONGEST = 2000
 """Characters of an answer; a longer text is not parsed."""
@@ -33,7 +19,7 @@ DEEPEST = 80
 
 Tokens = list[str]
 
-_SIGNS = str.maketrans(SIGNS)
+_SIGNS = str.maketrans(vocabulary.SIGNS)
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff\ufffe\uffff]")
 _JOINED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\[,;: ])\s*(?=\d{3}(?!\d))")
 _SPACED = re.compile(r"(?<![\d.,/^_])[1-9]\d{0,2}(?: \d{3})+(?![\d/])")
@@ -143,23 +129,23 @@ class _Reader:
     def _read_one(self, words: bool) -> Tokens:
         raw = self._raw.pop()
         before, self._before = self._before, raw
-        token = SPELLING.get(raw, raw)
-        if raw.isspace() or raw in DROPPED or (words and raw == "."):
+        token = vocabulary.SPELLING.get(raw, raw)
+        if raw.isspace() or raw in vocabulary.DROPPED or (words and raw == "."):
             if raw in (r"\left", r"\right") and self._raw[-1:] == ["."]:
                 self._raw.pop()
             return []
         if token == "{":
             return self._until("}", words)
-        if token in INVISIBLE:
+        if token in vocabulary.INVISIBLE:
             self._argument()
             return []
-        if token in IN_WORDS:
+        if token in vocabulary.IN_WORDS:
             return self._argument(words=True)
         if token in "^_":
             return self._script(token)
-        if token in NAMED:
+        if token in vocabulary.NAMED:
             return self._name(token)
-        if token in ARGUMENTS:
+        if token in vocabulary.ARGUMENTS:
             return _unit_fraction([token, *self._root(token), *self._arguments(token)])
         if raw[0].isalpha():
             return _letters(raw, words, before, self._variables)
@@ -167,13 +153,13 @@ class _Reader:
 
     def _arguments(self, command: str) -> Tokens:
         opening = "(" if command == r"\sqrt" else ""
-        wholly = ARGUMENTS[command] == 1
-        arguments = [self._argument(opening=opening, whole_numbers=wholly) for _ in range(ARGUMENTS[command])]
+        count = vocabulary.ARGUMENTS[command]
+        arguments = [self._argument(opening=opening, whole_numbers=count == 1) for _ in range(count)]
         return [token for argument in arguments for token in ("{", *argument, "}")]
 
     def _argument(self, words: bool = False, opening: str = "", whole_numbers: bool = False) -> Tokens:
         """Return an argument: a group, or one token, of a number its first digit, unless `whole_numbers`."""
-        while self._raw and (self._raw[-1].isspace() or self._raw[-1] in DROPPED):
+        while self._raw and (self._raw[-1].isspace() or self._raw[-1] in vocabulary.DROPPED):
             self._raw.pop()
         if not self._raw or self._raw[-1] in ("}", "&", r"\\"):
             raise Unreadable("a command without its argument")
@@ -202,7 +188,7 @@ class _Reader:
         name = "".join(word_of(token) if is_word(token) else token for token in self._argument(words=True))
         if (command, name) == (r"\begin", "array"):
             self._argument()  # how its columns are aligned
-        if command == r"\operatorname" and rf"\{name}" in FUNCTIONS:
+        if command == r"\operatorname" and rf"\{name}" in vocabulary.FUNCTIONS:
             return [rf"\{name}"]
         return [f"{command}{{{name}}}"]
 
@@ -210,18 +196,19 @@ class _Reader:
 def _letters(run: str, words: bool, before: str, variables: bool) -> Tokens:
     """Return a spelled-out sign, a word, or a product of letters: `2abcd` is one, `2 eggs` is not."""
     lowered = run.lower()
-    if lowered in PLAIN:
-        return [PLAIN[lowered]]
+    if lowered in vocabulary.PLAIN:
+        return [vocabulary.PLAIN[lowered]]
     long = len(run) > (3 if variables or _DIFFERENTIAL.fullmatch(run) else 1) and not before[-1:].isdigit()
-    known = lowered in SHORT_WORDS or (not variables and (run == "a" or (len(run) > 1 and lowered in KNOWN_UNITS)))
-    if long or known or (words and (len(run) > 1 or run in UNIT_LETTERS)):
+    known = lowered in vocabulary.SHORT_WORDS
+    unit = not variables and (run == "a" or (len(run) > 1 and lowered in vocabulary.KNOWN_UNITS))
+    if long or known or unit or (words and (len(run) > 1 or run in vocabulary.UNIT_LETTERS)):
         return [rf"\text{{{run}}}"]
     return list(run)
 
 
 def _is_unit_letter(more: Tokens, tokens: Tokens) -> bool:
     """Return whether a letter is a unit, as in `5 m` and `5 km/h`."""
-    if len(more) != 1 or more[0] not in UNIT_LETTERS or not tokens:
+    if len(more) != 1 or more[0] not in vocabulary.UNIT_LETTERS or not tokens:
         return False
     return tokens[-1][-1].isdigit() or tokens[-1] == "}" or (tokens[-1] == "/" and is_word(tokens[-2:][0]))
 
@@ -242,7 +229,7 @@ def _append(tokens: Tokens, more: Tokens) -> None:
             continue
         if tokens and is_word(tokens[-1]) and is_word(token):
             pair = word_of(tokens[-1]), word_of(token)
-            if not {word.lower() for word in pair} & set(CONNECTIVES):
+            if not {word.lower() for word in pair} & set(vocabulary.CONNECTIVES):
                 tokens[-1] = r"\text{" + " ".join(pair) + "}"
                 continue
         tokens.append(token)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from headrace.environments.rewards.mathematics import vocabulary
 from headrace.environments.rewards.mathematics.latex import (
     DEEPEST,
     Tokens,
@@ -20,23 +21,6 @@ from headrace.environments.rewards.mathematics.latex import (
     word_of,
 )
 from headrace.environments.rewards.mathematics.numbers import number_of
-from headrace.environments.rewards.mathematics.vocabulary import (
-    CLOSING,
-    CURRENCIES,
-    DIMENSIONS,
-    FUNCTIONS,
-    KNOWN_UNITS,
-    MATRICES,
-    MAX_UNIT_WORDS,
-    NO_UNITS,
-    OPENING,
-    OPERATORS,
-    RELATIONS,
-    SAME_UNIT,
-    SCALES,
-    TEMPERATURES,
-    TURNED,
-)
 
 
 @dataclass(frozen=True)
@@ -154,9 +138,9 @@ def _shape(tokens: Tokens) -> Shape:
     if r"\pm" in tokens or r"\mp" in tokens:
         signs = {r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"}
         return _several([[each.get(token, token) for token in tokens] for each in signs])
-    parts = _split(tokens, RELATIONS.__contains__)
+    parts = _split(tokens, vocabulary.RELATIONS.__contains__)
     if len(parts) > 1:
-        return _relation(parts, [token for token in _outside(tokens) if token in RELATIONS])
+        return _relation(parts, [token for token in _outside(tokens) if token in vocabulary.RELATIONS])
     parts = _split(tokens, lambda token: token == r"\in")
     if len(parts) == 2 and _is_name(parts[0]):
         return _shape(parts[1])
@@ -187,7 +171,7 @@ def _relation(parts: list[Tokens], signs: list[str]) -> Shape:
     if not signs:
         return _shape(parts[0])
     if set(signs) <= {">", r"\ge", "="} and set(signs) != {"="}:
-        parts, signs = parts[::-1], [TURNED.get(sign, sign) for sign in signs[::-1]]
+        parts, signs = parts[::-1], [vocabulary.TURNED.get(sign, sign) for sign in signs[::-1]]
     sides = tuple(map(_shape, parts))
     names = [latex_of(part) for part in parts if _is_name(part)]
     values = tuple(side for side, part in zip(sides, parts, strict=True) if not _is_name(part))
@@ -200,7 +184,7 @@ def _enclosed(tokens: Tokens) -> Shape | None:
     if not inner or len(list(_outside(tokens))) > 2:
         return None
     if opening.startswith(r"\begin{"):
-        if opening[7:-1] not in MATRICES:
+        if opening[7:-1] not in vocabulary.MATRICES:
             return None
         rows = [_split(row, lambda token: token == "&") for row in _split(inner, lambda token: token == r"\\")]
         return Matrix(tuple(tuple(map(_shape, row)) for row in rows))
@@ -235,42 +219,43 @@ def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
     if not _is_unit(words, rest) or (end > 2 and all(token.isalpha() for token in tokens[: end - 1])):
         return tokens, "", 1
     unit = _unit(words, exponent=tokens[-2] if end < len(tokens) else "")
-    return rest, unit or sign, SCALES.get(words[0], 1)
+    return rest, unit or sign, vocabulary.SCALES.get(words[0], 1)
 
 
 def _is_unit(words: list[str], value: Tokens) -> bool:
     """Return whether words may be a unit: `18 eggs`, `18 feet squared`, `1 egg`, but not `18 squared`."""
-    if words[-1] in DIMENSIONS and words[-2:-1] and words[-2] in SAME_UNIT:
+    if words[-1] in vocabulary.DIMENSIONS and words[-2:-1] and words[-2] in vocabulary.SAME_UNIT:
         words = words[:-1]
-    if len(words) > MAX_UNIT_WORDS or NO_UNITS.intersection(words):
+    if len(words) > vocabulary.MAX_UNIT_WORDS or vocabulary.NO_UNITS.intersection(words):
         return False
     number = number_of(latex_of(value))
     if number is not None and abs(number.value) <= 1:
         return True
     plurals = [word for word in words if len(word) > 2 and word.endswith("s") and not word.endswith("ss")]
-    return bool(plurals) or any(word in KNOWN_UNITS or word == "per" for word in words)
+    return bool(plurals) or any(word in vocabulary.KNOWN_UNITS or word == "per" for word in words)
 
 
 def _unit(words: list[str], exponent: str) -> str:
     """Return the first known unit with its exponent, ignoring words after "per"."""
     words = words[: words.index("per")] if "per" in words else words
-    known = next((SAME_UNIT[word] for word in words if word in SAME_UNIT), "")
-    exponent = exponent or next((DIMENSIONS[word] for word in words if word in DIMENSIONS), "")
+    known = next((vocabulary.SAME_UNIT[word] for word in words if word in vocabulary.SAME_UNIT), "")
+    exponent = exponent or next((vocabulary.DIMENSIONS[word] for word in words if word in vocabulary.DIMENSIONS), "")
     return f"{known}^{exponent}" if known and exponent else known
 
 
 def _without_sign(tokens: Tokens) -> tuple[Tokens, str]:
     front = 1 if tokens[0] == "-" else 0
-    if len(tokens) > front + 1 and is_word(tokens[front]) and (name := word_of(tokens[front]).lower()) in CURRENCIES:
+    name = word_of(tokens[front]).lower() if len(tokens) > front + 1 and is_word(tokens[front]) else ""
+    if name in vocabulary.CURRENCIES:
         rest, sign = _without_sign(tokens[:front] + tokens[front + 1 :])
-        return rest, sign or SAME_UNIT.get(name, "")
+        return rest, sign or vocabulary.SAME_UNIT.get(name, "")
     if r"\$" in tokens[:2] or tokens[-1] == r"\$":
         return [token for token in tokens if token != r"\$"], "dollar"
     if tokens[-1] == r"\%":
         return tokens[:-1], "%"
-    if len(tokens) > 2 and tokens[-2] == r"\degree" and tokens[-1] in TEMPERATURES:
-        return tokens[:-2], TEMPERATURES[tokens[-1]]
-    if tokens[-1] == r"\degree" and not any(token in FUNCTIONS for token in tokens):
+    if len(tokens) > 2 and tokens[-2] == r"\degree" and tokens[-1] in vocabulary.TEMPERATURES:
+        return tokens[:-2], vocabulary.TEMPERATURES[tokens[-1]]
+    if tokens[-1] == r"\degree" and not any(token in vocabulary.FUNCTIONS for token in tokens):
         return tokens[:-1], "degree"
     return tokens, ""
 
@@ -279,7 +264,7 @@ def _is_name(tokens: Tokens) -> bool:
     """Return whether a side only names the other: `x`, `f(2)`, `A_1`, `\\angle ABC`, `(x, y)`, but not `2x`."""
     outside = list(_outside(tokens))
     digits = [token for token in (tokens if tokens[0] == "(" else outside) if token.lstrip(".")[:1].isdigit()]
-    return not digits and not any(token in OPERATORS for token in outside)
+    return not digits and not any(token in vocabulary.OPERATORS for token in outside)
 
 
 def _split(tokens: Tokens, separates: Callable[[str], bool]) -> list[Tokens]:
@@ -301,12 +286,12 @@ def _outside(tokens: Tokens) -> Iterator[str]:
 def _with_depth(tokens: Tokens) -> Iterator[tuple[str, int]]:
     depth = 0
     for token in tokens:
-        closes = token in CLOSING or token.startswith(r"\end{")
+        closes = token in vocabulary.CLOSING or token.startswith(r"\end{")
         depth -= closes
         if not 0 <= depth <= DEEPEST:
             raise Unreadable("brackets that are not opened, or nested too deeply")
         yield token, depth
-        depth += token in OPENING or token.startswith(r"\begin{")
+        depth += token in vocabulary.OPENING or token.startswith(r"\begin{")
     if depth:
         raise Unreadable("a bracket that is not closed")
 
