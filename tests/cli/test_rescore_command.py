@@ -14,7 +14,7 @@ from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.grpo import Grpo
 from headrace.cli.main import main, parse, run_command
 from headrace.environments.base import Environment, tasks_of
-from headrace.environments.shipped.copying import Copying
+from headrace.environments.shipped.reverse_text import Copying
 from headrace.errors import BadInput
 from headrace.launch.own_code import save_folders
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage

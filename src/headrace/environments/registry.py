@@ -16,7 +16,7 @@ SHIPPED = {
     "alphabet-sort": "headrace.environments.shipped.alphabet_sort:AlphabetSort",
     "arithmetic": "headrace.environments.shipped.arithmetic:Arithmetic",
     "calculator": "headrace.environments.shipped.calculator:Calculator",
-    "copy": "headrace.environments.shipped.copying:Copying",
+    "copy": "headrace.environments.shipped.reverse_text:Copying",
     "countdown": "headrace.environments.shipped.countdown:Countdown",
     "file-search": "headrace.environments.shipped.file_search:FileSearch",
     "guess-number": "headrace.environments.shipped.guess_number:GuessNumber",
