@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 from typing import Any
 
@@ -41,14 +42,9 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._cache: dict[int, bytes] = {}
         self._byte_of = _bytes_of_characters()
-
-    def raw(self, token: int) -> bytes:
-        """Return the bytes of a token, which may be a part of a character."""
-        if token not in self._cache:
-            self._cache[token] = self._find(token)
-        return self._cache[token]
+        self.raw = functools.cache(self._find_bytes)
+        """Returns the bytes of a token, which may be a part of a character."""
 
     def text(self, token: int) -> str:
         return self.raw(token).decode(errors="replace")
@@ -89,7 +85,7 @@ class TokenText:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self.raw(token))}
 
-    def _find(self, token: int) -> bytes:
+    def _find_bytes(self, token: int) -> bytes:
         text = self._tokenizer.decode([token])
         name = self._tokenizer.convert_ids_to_tokens(token)
         if BROKEN not in text or name is None:
