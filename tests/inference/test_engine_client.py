@@ -248,9 +248,9 @@ async def test_a_failure_in_the_engine_has_its_own_error(
             await client.generate([5], ONE)
 
 
-def test_spans_become_one_version_per_token() -> None:
+def test_spans_become_one_step_per_token() -> None:
     spans = [WeightVersionSpan("0-3", 0, 2), WeightVersionSpan("1-2", 2, 3)]
-    assert Completion([1, 2, 3], [0.0] * 3, spans, "stop").versions == [Version(0, 3), Version(0, 3), Version(1, 2)]
+    assert Completion([1, 2, 3], [0.0] * 3, spans, "stop").steps.tolist() == [3, 3, 2]
 
 
 def test_one_string_is_not_a_list_of_urls() -> None:

@@ -89,7 +89,7 @@ async def test_many_completions_at_once_have_the_logprobs_of_a_plain_forward(cli
     [health] = await client.health()
     for prompt, completion in zip(prompts, completions, strict=True):
         near(completion.logprobs, plain_logprobs(model, prompt + completion.token_ids, 0.8)[len(prompt) - 1 :])
-        assert completion.versions == [Version.parse(health.version)] * len(completion.token_ids)
+        assert [(span.version, span.end) for span in completion.spans] == [(health.version, len(completion.token_ids))]
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 258 else "length")
 
 
@@ -411,7 +411,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
     assert not task.done()
     await client.resume()
     completion = await task
-    assert completion.versions == [version] * 5
+    assert [(span.version, span.end) for span in completion.spans] == [(str(version), 5)]
     with pytest.raises(EngineRejected, match=str(version)):
         await client.update_weights(path, Version(7, 7))
 

@@ -25,7 +25,7 @@ def check_turns(engine: RecordingEngine, turns: Sequence[Turn]) -> None:
         assert turn.prompt_ids.tolist() == exchange.prompt
         assert turn.completion_ids.tolist() == completion.token_ids
         assert turn.logprobs.tolist() == completion.logprobs
-        assert turn.versions.tolist() == [version.step for version in completion.versions]
+        assert turn.versions.tolist() == completion.steps.tolist()
         assert turn.finish_reason == completion.finish_reason
         if completion.truncated_logprobs is None:
             assert turn.truncated_logprobs is None

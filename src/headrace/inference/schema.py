@@ -200,14 +200,10 @@ class Completion(msgspec.Struct):
     token_ids: list[int]
     logprobs: list[float]
     spans: list[WeightVersionSpan]
-    """The version that sampled each range of tokens; `versions` has one entry per token."""
+    """The version that sampled each range of tokens; `steps` has one entry per token."""
     finish_reason: str
     truncated_logprobs: list[float] | None = None
     """Logprobs in the distribution that top_p and top_k leave; None if they remove nothing or are not reported."""
-
-    @property
-    def versions(self) -> list[Version]:
-        return [version for span in self.spans for version in [Version.parse(span.version)] * (span.end - span.start)]
 
     @property
     def steps(self) -> np.ndarray:

@@ -108,10 +108,6 @@ class Completions:
     def text_of(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def completion_text(self, body: CompletionRequest, result: GenerationResult) -> str:
-        """Return the completion without the stop string that ended it."""
-        return cut(self.text_of(result.token_ids), body.stops if isinstance(result.stop_reason, str) else [])
-
     def echoed(self, body: CompletionRequest, index: int, prompt: list[int]) -> str:
         """Return the prompt's text, decoded if it was token ids; empty without `echo`."""
         if not body.echo:
@@ -150,7 +146,8 @@ class _Choice:
         """Return the part of the choice that was not streamed, or all of it."""
         result = _requested_part(self._body, result)
         self._progress.complete(result)
-        text = self._text.rest(self._completions.completion_text(self._body, result))
+        stops = self._body.stops if isinstance(result.stop_reason, str) else []
+        text = self._text.rest(cut(self._completions.text_of(result.token_ids), stops))
         chunk = self._chunk(text, result) | {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
         if self._body.prompt_logprobs is not None:
             chunk["prompt_logprobs"] = prompt_tables(self._prompt, result, self._completions.token_text)
