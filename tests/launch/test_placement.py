@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.launch.placement import PARALLEL, Placement, gpu_env, place, place_trainer
+from headrace.launch.local import PARALLEL, Placement, gpu_env, place, place_trainer
 from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
 from tests.refusals import refused
 

@@ -20,7 +20,7 @@ from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.process import set_variables
 from headrace.launch.saved_config import evaluation_directory, read_run
 from headrace.observe.chart_export import check_format, convert_plots
-from headrace.observe.logs import setup_logging
+from headrace.observe.status import setup_logging
 from headrace.orchestrator.shutdown import run_loop
 from headrace.runfile.reading import parse_value, validate
 from headrace.tools.evaluate.candidates import Candidate, find_models, run_environment

@@ -24,9 +24,8 @@ from headrace.launch.run_directory import LATEST, plan_directory
 from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
 from headrace.launch.supervisor import is_up
 from headrace.machine import frozen_imports
-from headrace.observe.logs import setup_logging
 from headrace.observe.monitors import forwarding
-from headrace.observe.status import Status
+from headrace.observe.status import Status, setup_logging
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
 from headrace.transport.lock import only_one

@@ -17,7 +17,7 @@ from headrace.launch.process import stop_with_launcher
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
 from headrace.machine import frozen_imports
-from headrace.observe.logs import setup_logging
+from headrace.observe.status import setup_logging
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers

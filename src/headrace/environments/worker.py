@@ -19,7 +19,7 @@ from headrace.environments.base import ChatFailed, Environment, EpisodeError, Pr
 from headrace.environments.channel import Call, Cancel, Channel, Failed, Result, decoder, encode
 from headrace.environments.child_process import connect_to_parent
 from headrace.environments.registry import load_environment
-from headrace.observe.logs import setup_logging
+from headrace.observe.status import setup_logging
 from headrace.rollout.checks import checked_rollouts, normalize_fields
 from headrace.rollout.types import Message, Rollout, RolloutError, Task
 

@@ -1,7 +1,7 @@
-"""Status of each process of a run: a small file that is rewritten as it changes, and read by the terminal view.
+"""Status and log of each process of a run.
 
-The time of the file is the heartbeat. A process that waits shows for what and from which component; after a minute it
-also logs that, then at growing intervals.
+The status is a small file that is rewritten as it changes, and read by the terminal view; its time is the heartbeat. A
+process that waits shows for what and from which component; after a minute it also logs that, then at growing intervals.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -207,3 +208,26 @@ async def wait_for(
         return task.result()
     finally:
         task.cancel()
+
+
+class _Format(logging.Formatter):
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = f"{prefix}: " if prefix else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        text = f"{self.formatTime(record, '%H:%M:%S')} {level}{self._prefix}{record.getMessage()}"
+        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+def setup_logging(prefix: str = "") -> None:
+    """Log to standard error, which the launcher redirects to a file.
+
+    With a `prefix`, for one of several equal processes, each line has it and only warnings and errors are logged.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format(prefix))
+    logging.basicConfig(level=logging.WARNING if prefix else logging.INFO, handlers=[handler], force=True)
+    for noisy in ("httpx", "uvicorn.access", "transformers", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
