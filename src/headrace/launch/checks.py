@@ -29,10 +29,11 @@ from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.launch.own_code import add_code_folders, check_function_source
+from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
+from headrace.launch.saved_config import read_model_file
 from headrace.orchestrator.filters.custom import CustomFilterConfig
-from headrace.runfile.reading import filled_sources, load
+from headrace.runfile.reading import filled_sources
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import cached_model_directory, model_directory
 from headrace.text.renderer import make_renderer
@@ -259,12 +260,7 @@ def _local_model(subject: Subject) -> Path | None:
 
 def _base_of_sft_model(subject: Subject, file: Path) -> Path | None:
     """Check an SFT run file that trains the initial model, and return its base model."""
-    if not file.is_file():
-        raise BadInput("no such file", key="model.sft", value=file)
-    if file.resolve() in subject.trail:
-        raise BadInput("the run file depends on itself", key="model.sft", value=file)
-    add_code_folders([file])
-    config, _ = load(SftConfig, [file])
+    config, _ = read_model_file(file, subject.trail)
     config = config.model_copy(update={"eval": SftEvalConfig()})
     start = Subject(config, subject.scratch, trail=(*subject.trail, file.resolve()), downloads=subject.downloads)
     problems = [problem for check in CHECKS if check is not check_output_dir for problem in check(start)]

@@ -20,12 +20,11 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump, read_toml
 from headrace.config.launch import CACHE_VARIABLE, LaunchConfig
 from headrace.config.model import ModelConfig
-from headrace.config.sft import SftConfig, SftDataConfig, SftEvalConfig
+from headrace.config.sft import SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
-from headrace.launch.own_code import add_code_folders
-from headrace.launch.saved_config import pin, save
-from headrace.runfile.reading import load, value_at
+from headrace.launch.saved_config import pin, read_model_file, save
+from headrace.runfile.reading import value_at
 from headrace.text.hub import model_directory
 from headrace.transport.lock import lock
 from headrace.transport.run_dir import RunDir
@@ -74,13 +73,7 @@ def model_of_run(run: RunDir) -> str | None:
 
 def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     """Return the model that an SFT run file trains. `trail` are the run files that depend on it."""
-    if file.resolve() in trail:
-        circle = " -> ".join(map(str, (*trail, file.resolve())))
-        raise ConfigError(f"the run file depends on itself: {circle}", key="model.sft", value=file)
-    if not file.is_file():
-        raise ConfigError("no such file", key="model.sft", value=file)
-    add_code_folders([file])
-    config, notices = load(SftConfig, [file])
+    config, notices = read_model_file(file, trail)
     for notice in notices:
         _print(notice)
     # Only the model is kept: evaluations would be deleted, and monitors would show a deleted directory.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config.base import Config, ConfigError, Origins
 from headrace.config.files import dump, read_file, read_toml
 from headrace.config.sft import SftConfig
+from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import find_run
 from headrace.runfile.hackable.translation import is_hackable
-from headrace.runfile.reading import leaves, put, validate, value_at
+from headrace.runfile.reading import leaves, load, put, validate, value_at
 from headrace.runfile.run import SHARED, RunConfig
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
@@ -43,6 +45,17 @@ def pin(config: T, output_dir: Path, model: str) -> T:
             elif source is not None and source.name is not None and Path(source.name).is_dir():
                 put(tree, [key, "name"], str(Path(source.name).absolute()))
     return validate(type(config), tree, "resolved configuration")[0]
+
+
+def read_model_file(file: Path, trail: Sequence[Path]) -> tuple[SftConfig, list[str]]:
+    """Read the run file of `model.sft`; return notices, too. `trail` are the run files that depend on it."""
+    if file.resolve() in trail:
+        circle = " -> ".join(map(str, (*trail, file.resolve())))
+        raise ConfigError(f"the run file depends on itself: {circle}", key="model.sft", value=file)
+    if not file.is_file():
+        raise ConfigError("no such file", key="model.sft", value=file)
+    add_code_folders([file])
+    return load(SftConfig, [file])
 
 
 def save(config: Config, run: RunDir) -> None:
