@@ -41,7 +41,7 @@ from headrace.orchestrator.conversation import Prompter
 from headrace.rollout.checks import check_rollout
 from headrace.rollout.credit import center, standardize
 from headrace.rollout.merge import merge_turns
-from headrace.rollout.packing import Bin, Cost, pack_for_workers
+from headrace.rollout.packing import Bin, Cost, pack_for_worker
 from headrace.rollout.types import Message, Rollout, Sample, Task, Turn
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -218,7 +218,7 @@ def backward(model: PreTrainedModel, samples: list[Sample], policy_loss: Loss, s
     One M for all, and not one for each reply: a token of a long reply counts as much as one of a short reply, and the
     gradient does not depend on how many rows run `at_once`.
     """
-    [rows] = pack_for_workers(samples, seq_len, workers=1, cost=Cost(a=1, b=0), pad_to_multiple_of=seq_len)
+    rows = pack_for_worker(0, samples, seq_len, workers=1, cost=Cost(a=1, b=0), pad_to_multiple_of=seq_len)
     trained = sum(int(row.mask.sum()) for row in rows)
     total = 0.0
     for start in range(0, len(rows), at_once):
