@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headrace.environments.adapters.extra import library
+from headrace.environments.adapters import library
 from headrace.errors import Failure
 from headrace.tools.probe.findings import list_findings
 from headrace.tools.probe.report import ProbeReport

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from headrace.environments.base import Context, Demonstration
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.reverse_text import ReverseText
-from headrace.environments.shipped.similarity import LONGEST, similarity
+from headrace.environments.shipped.texts import reply_similarity
 from headrace.rollout.types import Rollout, Task
 
 
@@ -16,7 +16,7 @@ class Wordy(ReverseText):
         chat = Chat(context, word)
         await chat.reply()
         answer = chat.text.rpartition(" ")[2]
-        return [chat.rollout({"similarity": similarity(answer[: LONGEST * len(word)], word[::-1])})]
+        return [chat.rollout({"similarity": reply_similarity(answer, word[::-1])})]
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         rng = random.Random(f"fillers-{seed}")
