@@ -34,33 +34,26 @@ ADVICE = "Run environments that compute in worker processes (workers = N on the 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(headrace.__file__).parent))
 
 
-class PeriodicLogger:
-    """Calls `emit` every `interval` seconds with the gauges and the lag of the event loop since the last call."""
+async def measure_lag(interval_s: float, emit: Callable[[dict[str, float]], None]) -> None:
+    """Call `emit` every `interval_s` seconds with the lag of the event loop since the last call; run until cancelled.
 
-    def __init__(
-        self, interval: float, gauges: Callable[[], dict[str, float]], emit: Callable[[dict[str, float]], None]
-    ) -> None:
-        self._interval = interval
-        self._gauges = gauges
-        self._emit = emit
-        self._warn_above = LAG_WARNING_S
-
-    async def run(self) -> None:
-        """Run until cancelled. Warnings about lag come at doubling lags, so a run that is always slow logs few."""
-        while True:
-            lags = []
-            end = time.monotonic() + self._interval
-            while time.monotonic() < end:
-                before = time.monotonic()
-                await asyncio.sleep(LAG_PROBE_S)
-                lags.append(time.monotonic() - before - LAG_PROBE_S)
-            if max(lags) > self._warn_above:
-                self._warn_above = 2 * max(lags)
-                message = "the event loop was blocked for %.1f s by an environment, algorithm or filter. %s"
-                log.warning(message, max(lags), ADVICE)
-            quantiles = np.quantile(lags, [0.5, 0.9, 0.99, 1.0]).tolist()
-            names = [f"event_loop_lag/{name}" for name in ("p50", "p90", "p99", "max")]
-            self._emit({**self._gauges(), **dict(zip(names, quantiles, strict=True))})
+    Warnings about lag come at doubling lags, so a run that is always slow logs few.
+    """
+    warn_above = LAG_WARNING_S
+    while True:
+        lags = []
+        end = time.monotonic() + interval_s
+        while time.monotonic() < end:
+            before = time.monotonic()
+            await asyncio.sleep(LAG_PROBE_S)
+            lags.append(time.monotonic() - before - LAG_PROBE_S)
+        if max(lags) > warn_above:
+            warn_above = 2 * max(lags)
+            message = "the event loop was blocked for %.1f s by an environment, algorithm or filter. %s"
+            log.warning(message, max(lags), ADVICE)
+        quantiles = np.quantile(lags, [0.5, 0.9, 0.99, 1.0]).tolist()
+        names = [f"event_loop_lag/{name}" for name in ("p50", "p90", "p99", "max")]
+        emit(dict(zip(names, quantiles, strict=True)))
 
 
 @asynccontextmanager

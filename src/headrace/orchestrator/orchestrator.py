@@ -22,7 +22,7 @@ from headrace.orchestrator import signals
 from headrace.orchestrator.batch_metrics import failure_notice, step_metrics
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, DriftReport, truncation
-from headrace.orchestrator.event_loop import PeriodicLogger
+from headrace.orchestrator.event_loop import measure_lag
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, TrainProcessing
 from headrace.orchestrator.signals import EvalBatch, Kind, TrainBatch
@@ -72,7 +72,7 @@ class Orchestrator:
         self.drift = drift
         self.keep_rollouts = keep_rollouts
         self.metrics = MetricsLog(run.metrics, "orchestrator")
-        self.periodic = PeriodicLogger(log_loop_interval, pipeline.gauges, self._log_gauges)
+        self.log_loop_interval = log_loop_interval
         self.events: asyncio.Queue[signals.Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(runners, self.events.put_nowait)
         self._slots: defaultdict[tuple[Kind, str], asyncio.Semaphore] = defaultdict(
@@ -100,7 +100,7 @@ class Orchestrator:
             lambda version: put(signals.Published(version)), lambda engines: put(signals.Reported(engines))
         )
         self._spawn(follow)
-        self._spawn(self.periodic.run())
+        self._spawn(measure_lag(self.log_loop_interval, self._log_gauges))
         self._log_drift(self.drift.follow(self.pipeline.version))
         thresholds = gc.get_threshold()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -229,7 +229,8 @@ class Orchestrator:
 
     # -- background work ------------------------------------------------------------------------------------------
 
-    def _log_gauges(self, values: dict[str, float]) -> None:
+    def _log_gauges(self, lag: dict[str, float]) -> None:
+        values = {**self.pipeline.gauges(), **lag}
         self._write(partial(self.metrics.log, self.pipeline.position, values))
         self.status.set(None, **values)
         oldest, detail = self.dispatcher.oldest(), ""
