@@ -7,8 +7,8 @@ history (it drops earlier reasoning, for example), this is impossible and the wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,20 +43,11 @@ class PromptRenderer:
         self._renderer = renderer
         # With a model's own template, attribution takes a rendering per message and cannot tell text from scaffold.
         self._ids_only = isinstance(renderer, DefaultRenderer)
-        self._cache: dict[bytes, Prompt] = {}
-        self._cache_lock = threading.Lock()
+        self._render_cached = lru_cache(CACHED_PROMPTS)(self._render)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> Prompt:
         """Return the prompt of a whole conversation, from the cache if possible."""
-        key = msgspec.json.encode((messages, tools))
-        prompt = self._cache.get(key)
-        if prompt is None:
-            prompt = self._render(list(messages), list(tools) or None)
-            with self._cache_lock:
-                if len(self._cache) == CACHED_PROMPTS:
-                    del self._cache[next(iter(self._cache))]
-                self._cache[key] = prompt
-        return prompt
+        return self._render_cached(msgspec.json.encode((messages, tools)))
 
     def extend(self, turn: Turn, messages: Sequence[Message], tools: Tools) -> Prompt | None:
         """Return the tokens of a turn followed by `messages`; None where the turn's tokens would change."""
@@ -88,7 +79,10 @@ class PromptRenderer:
         inputs = [message for message in messages if message.get("role") in ("user", "tool")]
         return sum(tokenizer.min_tokens(text.strip()) for text in _texts(inputs))
 
-    def _render(self, messages: list[Any], tools: Any) -> Prompt:
+    def _render(self, conversation: bytes) -> Prompt:
+        """Render messages and tools, encoded as JSON."""
+        messages, schemas = msgspec.json.decode(conversation)
+        tools = schemas or None
         if self._ids_only:
             ids, roles = list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True)), None
         else:
