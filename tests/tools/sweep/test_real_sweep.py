@@ -77,7 +77,7 @@ def test_an_interrupted_and_a_killed_sweep_go_on_and_what_is_finished_is_not_run
     assert [(row["state"], row["steps"]) for row in rows] == [("finished", "12")] * 4
     assert all(row["eval/avg@1"] for row in rows)
     page = (output / "report.html").read_text()
-    assert "Accuracy against length" in page
+    assert " against length" in page  # accuracy, or mean reward if rewards are partial
     assert not living(output)
 
     code, said = headrace("sweep", file, timeout=600)
