@@ -107,8 +107,21 @@ QWEN3 = {
 
 
 def qwen3_config(size: str) -> Any:
-    """The configuration of Qwen3-0.6B or Qwen3-4B."""
-    from transformers import Qwen3Config
+    """The configuration of Qwen3-0.6B or Qwen3-4B, or of Qwen2.5-0.5B ("0.5b")."""
+    from transformers import Qwen2Config, Qwen3Config
+
+    if size == "0.5b":
+        return Qwen2Config(
+            vocab_size=151_936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=True,
+            dtype="bfloat16",
+        )
 
     return Qwen3Config(
         vocab_size=151_936,

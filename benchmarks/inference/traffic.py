@@ -1,0 +1,394 @@
+"""Steady traffic through the real server with the orchestrator's client: what an engine does in a run.
+
+    python -m benchmarks.inference.traffic [--models 0.5b 0.6b 4b] [--traffic gsm8k reasoning tools] [--seeded]
+                                           [--engines embedded "vllm served" "vllm alone"] [--kv keep recompute]
+
+A closed loop with a constant number of requests in flight, groups of eight on one prompt, completion lengths that are
+forced, and new weights after every 256 completions (or conversations). Random weights in the shapes of Qwen2.5-0.5B,
+Qwen3-0.6B and Qwen3-4B; without a GPU, the tiny model with lengths of a tenth. `tools` are conversations of short turns
+whose prefixes grow. `vllm served` is vLLM behind the same server; `vllm alone` is vLLM's asynchronous engine in one
+process, without server and without new weights; both need $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
+
+`share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
+at once and have the mean lengths of the traffic. `host` is the time per step that Python works outside of waiting for
+the GPU; it costs only what exceeds the GPU's own time. `between tokens` is measured on a streamed request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any, NamedTuple
+
+import torch
+from benchmarks.inference.traffic_jobs import TRAFFIC, Conversation, Traffic
+from benchmarks.models import write_qwen3
+from benchmarks.weights.publish import TrainerProcess
+from rich.console import Console
+from rich.table import Table
+
+from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.http import HttpClient
+from headrace.inference.schema import SamplingParams
+from headrace.rollout.version import Version
+from headrace.trainer.tiny import write_tiny_model
+from headrace.transport.endpoint import Endpoint, read_endpoints
+from headrace.transport.run_dir import RunDir
+
+ON_GPU = torch.cuda.is_available()
+VLLM_PYTHON = "HEADRACE_VLLM_PYTHON"
+VLLM_ARGUMENTS = ["--attention-config", json.dumps({"backend": "FLASH_ATTN", "flash_attn_version": 3})]
+ENGINES = ("embedded", "vllm served", "vllm alone")
+UPDATE_EVERY = 256
+"""Completions, or whole conversations, between two versions of the weights."""
+POLL_S = 0.25
+PROBES = 1
+"""Streamed requests on which the time between tokens is measured; each costs the server an event per token."""
+SERVE = """
+import json, sys
+from pathlib import Path
+from headrace.config.inference import InferenceConfig
+from headrace.inference.server.main import serve
+from headrace.observe.status import Status
+from headrace.transport.run_dir import RunDir
+
+run = RunDir(Path(sys.argv[1]))
+serve(InferenceConfig.model_validate(json.loads(sys.argv[2])), status=Status(run.status, "inference"), run=run)
+"""
+
+
+class Setting(NamedTuple):
+    """What is measured, and for how long."""
+
+    model: str
+    traffic: Traffic
+    kv: str
+    seeded: bool
+    in_flight: int
+    max_running: int
+    vocab: int
+    max_model_len: int
+    warm_up_s: float
+    seconds: float
+
+
+class Row(NamedTuple):
+    setting: Setting
+    engine: str
+    rate: float
+    running: float = 0.0
+    share: float = 0.0
+    step_ms: float = 0.0
+    host_ms: float = 0.0
+    prefill_share: float = 0.0
+    """Steps that also prefill."""
+    gaps_ms: tuple[float, float] = (0.0, 0.0)
+    """Median and 99th percentile of the time between two tokens."""
+    updates: int = 0
+    update_ms: float = 0.0
+
+
+class Counters(NamedTuple):
+    """The engine's counters at a moment, from its Prometheus page."""
+
+    at: float
+    running: float
+    tokens: float
+    steps: float
+    prefill_steps: float
+    wait_s: float
+
+
+class Server:
+    """A server of one engine, and the clients of the loop."""
+
+    def __init__(self, endpoints: Path) -> None:
+        self.client = EngineClient(endpoints)
+        self.http = HttpClient()
+        self._endpoints = endpoints
+
+    @property
+    def endpoint(self) -> Endpoint:
+        [endpoint] = read_endpoints(self._endpoints).values()
+        return endpoint
+
+    async def counters(self) -> Counters:
+        endpoint = self.endpoint
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        page = await self.http.request("GET", endpoint.url, "/metrics", None, 10.0, headers)
+        values = dict(re.findall(r"^headrace_(\w+) ([\d.e+-]+)$", page.content.decode(), re.MULTILINE))
+        names = ("requests_running", "tokens_sampled_total", "steps_total", "prefill_steps_total")
+        numbers = [float(values.get(name, 0)) for name in (*names, "device_wait_seconds_total")]
+        return Counters(time.perf_counter(), *numbers)
+
+    async def stream(self, tokens: list[int], count: int, times: list[float]) -> None:
+        """Sample `count` tokens as a stream, and note when each event came."""
+        endpoint = self.endpoint
+        sampling = {"max_tokens": count, "ignore_eos": True, "logprobs": 0}
+        body = json.dumps({"token_ids": tokens, "stream": True, "sampling_params": sampling}).encode()
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        async for _ in self.http.stream("POST", endpoint.url, "/inference/v1/generate", body, 600.0, headers):
+            times.append(time.perf_counter())
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.http.close()
+
+
+@contextmanager
+def served(config: dict[str, Any], run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", SERVE, str(run.root), json.dumps(config)])
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Loop:
+    """Requests in flight without end; `has_enough` is set after every 256 conversations."""
+
+    def __init__(self, server: Server, setting: Setting) -> None:
+        self._server = server
+        self._setting = setting
+        self._conversations = setting.traffic.conversations(setting.vocab)
+        self._seeds = itertools.count()
+        self._rng = random.Random(1)
+        self.rollouts = 0
+        self.has_enough = asyncio.Event()
+
+    async def keep_asking(self) -> None:
+        share = self._rng.random()  # of the first completion, so that requests end evenly from the start
+        while True:
+            await self._converse(next(self._conversations), share)
+            share = 1.0
+
+    async def _converse(self, turns: Conversation, share: float) -> None:
+        tokens: list[int] = []
+        for turn in turns:
+            tokens = tokens + turn.tokens
+            params = SamplingParams(
+                max_tokens=max(1, int(share * turn.completion)),
+                ignore_eos=True,
+                seed=next(self._seeds) if self._setting.seeded else None,
+            )
+            completion = await self._server.client.generate(tokens, params)
+            tokens = tokens + completion.token_ids
+        self.rollouts += 1
+        if self.rollouts % UPDATE_EVERY == 0:
+            self.has_enough.set()
+
+    async def keep_probing(self, times: list[list[float]]) -> None:
+        while True:
+            prompt = [self._rng.randrange(3, self._setting.vocab) for _ in range(16)]
+            times.append([])
+            count = min(256, self._setting.max_model_len - 32)
+            await self._server.stream(prompt, count, times[-1])
+
+
+async def keep_updating(loop: Loop, server: Server, run: RunDir, trainer: TrainerProcess, taken: list[float]) -> None:
+    for step in itertools.count(1):
+        await loop.has_enough.wait()
+        loop.has_enough.clear()
+        version = Version(0, step)
+        await asyncio.to_thread(trainer.publish, "ipc" if ON_GPU else "stream", version)
+        begun = time.perf_counter()
+        await server.client.update_weights(run.weights.path(version), version)
+        taken.append(1e3 * (time.perf_counter() - begun))
+
+
+@asynccontextmanager
+async def background(*coroutines: Any) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def measure_traffic(server: Server, setting: Setting, run: RunDir, trainer: TrainerProcess) -> dict[str, Any]:
+    loop = Loop(server, setting)
+    taken: list[float] = []
+    probes: list[list[float]] = []
+    asking = [loop.keep_asking() for _ in range(setting.in_flight - PROBES)]
+    probing = [loop.keep_probing(probes) for _ in range(PROBES)]
+    async with background(*asking, *probing, keep_updating(loop, server, run, trainer, taken)):
+        await asyncio.sleep(setting.warm_up_s)
+        counters = [await server.counters()]
+        updates_before = len(taken)
+        while counters[-1].at - counters[0].at < setting.seconds:
+            await asyncio.sleep(POLL_S)
+            counters.append(await server.counters())
+    first, last = counters[0], counters[-1]
+    seconds, steps = last.at - first.at, max(1.0, last.steps - first.steps)
+    gaps = [1e3 * (b - a) for times in probes for a, b in pairwise(times) if a > first.at] or [0.0, 0.0]
+    cuts = quantiles(gaps, n=100)
+    return {
+        "rate": (last.tokens - first.tokens) / seconds,
+        "running": mean(each.running for each in counters),
+        "step_ms": 1e3 * seconds / steps,
+        "host_ms": 1e3 * (seconds - (last.wait_s - first.wait_s)) / steps,
+        "prefill_share": (last.prefill_steps - first.prefill_steps) / steps,
+        "gaps_ms": (cuts[49], cuts[98]),
+        "updates": len(taken) - updates_before,
+        "update_ms": mean(taken[updates_before:] or [0.0]),
+    }
+
+
+async def measure_decoding(server: Server, setting: Setting, running: int) -> float:
+    """Return tokens/s of `running` requests of the traffic's mean lengths, from when all run until the first ends."""
+    sample = list(itertools.islice(setting.traffic.conversations(setting.vocab, 1), 512))
+    before = round(mean(sum(len(turn.tokens) + turn.completion for turn in turns) / 2 for turns in sample))
+    count = min(500, 2 * before - 2, setting.max_model_len - before)
+    rng = random.Random(2)
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    prompts = [[rng.randrange(3, setting.vocab) for _ in range(max(1, before - count // 2))] for _ in range(running)]
+    async with background(*(server.client.generate(prompt, params) for prompt in prompts)):
+        counters = await server.counters()
+        while counters.running < running or counters.tokens == 0:
+            await asyncio.sleep(0.02)
+            counters = await server.counters()
+        await asyncio.sleep(0.2)
+        first = last = await server.counters()
+        while (counters := await server.counters()).running == running:
+            last = counters
+            await asyncio.sleep(0.05)
+    return (last.tokens - first.tokens) / max(1e-9, last.at - first.at)
+
+
+async def measure_served(server: Server, setting: Setting, run: RunDir, model: Path, engine: str) -> Row:
+    trainer = TrainerProcess("benchmarks.weights.pause", str(run.weights.directory), str(model))
+    try:
+        trainer.wait_until_ready()
+        await server.client.wait_ready(600)
+        found = await measure_traffic(server, setting, run, trainer)
+        own = await measure_decoding(server, setting, round(found["running"]))
+        return Row(setting, engine, share=found["rate"] / own if own else 0.0, **found)
+    finally:
+        trainer.kill()
+        await server.close()
+
+
+def measure(engine: str, setting: Setting, model: Path, folder: Path) -> Row:
+    if engine == "vllm alone":
+        return measure_vllm_alone(setting, model)
+    run = RunDir(folder / "run")
+    run.root.mkdir()
+    config: dict[str, Any] = {
+        "model": {"name": str(model)},
+        "max_running": setting.max_running,
+        "max_model_len": setting.max_model_len,
+        "kv_on_update": setting.kv,
+    }
+    if engine == "vllm served":
+        config |= {"engine": "vllm", "vllm": {"python": os.environ[VLLM_PYTHON], "args": VLLM_ARGUMENTS}}
+    with served(config, run):
+        return asyncio.run(measure_served(Server(run.endpoints), setting, run, model, engine))
+
+
+def measure_vllm_alone(setting: Setting, model: Path) -> Row:
+    names = ("seeded", "in_flight", "max_running", "max_model_len", "warm_up_s", "seconds")
+    options = {name: value for name, value in setting._asdict().items() if name in names}
+    options |= {"traffic": setting.traffic.name, "kv_bytes": 60 << 30}
+    command = [os.environ[VLLM_PYTHON], "-m", "benchmarks.inference.traffic_vllm", str(model), json.dumps(options)]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return Row(setting, "vllm alone", json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="steady traffic, groups of 8, new weights after every 256 completions")
+    for column in ("model", "traffic", "KV on update", "engine"):
+        table.add_column(column)
+    for column in ("tokens/s", "running", "share", "ms/step", "host ms", "with prefill", "between tokens ms"):
+        table.add_column(column, justify="right")
+    table.add_column("updates", justify="right")
+    for row in rows:
+        setting = row.setting
+        name = f"{setting.traffic.name}{', seeded' if setting.seeded else ''}"
+        table.add_row(
+            setting.model,
+            name,
+            setting.kv,
+            row.engine,
+            f"{row.rate:,.0f}",
+            f"{row.running:.0f}",
+            f"{row.share:.2f}",
+            f"{row.step_ms:.2f}",
+            f"{row.host_ms:.2f}",
+            f"{row.prefill_share:.0%}",
+            f"{row.gaps_ms[0]:.1f}, {row.gaps_ms[1]:.1f}",
+            f"{row.updates} of {row.update_ms:.0f} ms",
+        )
+    return table
+
+
+def make_setting(model: str, name: str, kv: str, arguments: argparse.Namespace) -> Setting:
+    traffic = TRAFFIC[name]
+    if not ON_GPU:
+        traffic = traffic._replace(scale=0.1, max_tokens=traffic.max_tokens // 10)
+    return Setting(
+        model,
+        traffic,
+        kv,
+        arguments.seeded,
+        arguments.in_flight or (384 if ON_GPU else 24),
+        arguments.max_running or (256 if ON_GPU else 16),
+        150_000 if ON_GPU else 256,
+        max_model_len={"gsm8k": 1024, "reasoning": 5120, "tools": 4096}[name] if ON_GPU else 512,
+        warm_up_s=arguments.warm_up,
+        seconds=arguments.seconds,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["0.5b", "0.6b", "4b"] if ON_GPU else ["tiny"])
+    parser.add_argument("--traffic", nargs="+", default=["gsm8k"], choices=list(TRAFFIC))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--kv", nargs="+", default=["keep"], choices=["keep", "recompute"])
+    parser.add_argument("--seeded", action="store_true", help="every request has a seed")
+    parser.add_argument("--in-flight", type=int)
+    parser.add_argument("--max-running", type=int)
+    parser.add_argument("--warm-up", type=float, default=8.0, metavar="SECONDS")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    arguments = parser.parse_args()
+    engines = [name for name in arguments.engines if name == "embedded" or VLLM_PYTHON in os.environ]
+    rows: list[Row] = []
+    for model in arguments.models:
+        with tempfile.TemporaryDirectory() as folder:
+            directory = Path(folder) / "model"
+            write_tiny_model(directory) if model == "tiny" else write_qwen3(directory, model)
+            for name, kv, engine in itertools.product(arguments.traffic, arguments.kv, engines):
+                setting = make_setting(model, name, kv, arguments)
+                with tempfile.TemporaryDirectory() as run:
+                    try:
+                        rows.append(measure(engine, setting, directory, Path(run)))
+                    except Exception as error:  # the other rows are still worth having
+                        print(f"{model}, {name}, {engine}: {type(error).__name__}: {error}", flush=True)
+                        continue
+                print(f"{model}, {name}, {kv}, {engine}: {rows[-1]}", flush=True)
+    Console(width=160).print(table_of(rows))
+
+
+if __name__ == "__main__":
+    main()
