@@ -58,6 +58,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     stream: bool = False
+    flat_logprobs: bool = False
+    """Return `flat_logprobs` instead of `logprobs`, whose object per token costs more than the rest of a response.
+    Only for responses that are not streamed, without top logprobs."""
     urgent: bool = False
     """Put the request at the front of the queue. Not a field of vLLM's."""
 
@@ -105,6 +108,8 @@ class GenerateChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     truncated_logprobs: list[float] | None = None
     """Logprobs in the distribution that top_p, top_k and min_p leave, if they remove anything."""
+    flat_logprobs: list[float] | None = None
+    """One per token."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -232,6 +237,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str
+    flat_logprobs: list[float] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[WeightVersionSpan] | None = None
     truncated_logprobs: list[float] | None = None
@@ -250,11 +256,14 @@ _decoder = msgspec.json.Decoder(_Generated)
 def read_completion(content: bytes) -> Completion:
     """Decode a completion. Raises `msgspec.DecodeError` or ValueError for an invalid or inconsistent response."""
     choice = _single(_decoder.decode(content).choices)
-    if choice.logprobs is None or choice.weight_versions is None:
+    logprobs = choice.flat_logprobs
+    if logprobs is None and choice.logprobs is not None:
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+    if logprobs is None or choice.weight_versions is None:
         raise ValueError("logprobs or weight_versions is missing: this server cannot serve a policy")
     completion = Completion(
         choice.token_ids,
-        [entry.logprob for entry in choice.logprobs.content],
+        logprobs,
         choice.weight_versions,
         choice.finish_reason,
         choice.truncated_logprobs,

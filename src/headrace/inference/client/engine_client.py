@@ -99,7 +99,7 @@ class EngineClient:
     ) -> Completion:
         """Sample one completion."""
         sampling = msgspec.structs.replace(sampling, logprobs=0)
-        body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt)
+        body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt, flat_logprobs=True)
         return await self._call_one("/inference/v1/generate", body, read_completion, session)
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:

@@ -196,6 +196,7 @@ class App:
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, GenerateBody)
         refuse_unsupported(body)
+        generate.check_flat_logprobs(body)
         params = body.sampling_params.engine_params()
         _refuse_long_name(body.request_id, "request_id")
         generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)

@@ -6,6 +6,7 @@ logprobs and usage in its last event.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.inference.backend import GenerationResult, TokenChunk
+from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.schema import (
     ChoiceLogprobs,
     GenerateChoice,
@@ -59,6 +60,12 @@ class _ChoiceDelta(GenerateChoice, omit_defaults=True):
     """A part of a streamed choice."""
 
 
+def check_flat_logprobs(body: GenerateBody) -> None:
+    """Raise `InvalidRequest` if `flat_logprobs` cannot carry what is requested."""
+    if body.flat_logprobs and (body.stream or body.sampling_params.logprobs != 0):
+        raise InvalidRequest("flat_logprobs: only for sampling_params.logprobs = 0, and not for streams")
+
+
 def whole_response(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:
     return GenerateResponse(
         **_head(body, model_name),
@@ -98,11 +105,17 @@ def _final_choice(
         index=0,
         token_ids=tokens.token_ids,
         finish_reason=result.finish_reason,
-        logprobs=_logprobs(body, tokens),
+        logprobs=None if body.flat_logprobs else _logprobs(body, tokens),
+        flat_logprobs=_flat_logprobs(tokens) if body.flat_logprobs else None,
         weight_versions=[WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans],
         stop_reason=result.stop_reason,
         truncated_logprobs=None if body.sampling_params.logprobs is None else result.truncated_logprobs,
     )
+
+
+def _flat_logprobs(tokens: TokenChunk | GenerationResult) -> list[float]:
+    """Return the tokens' logprobs as JSON can carry them."""
+    return tokens.logprobs if math.isfinite(sum(tokens.logprobs)) else [finite(logprob) for logprob in tokens.logprobs]
 
 
 def prompt_tables(
