@@ -200,12 +200,13 @@ def test_nan_logits_fail_only_their_request() -> None:
     )
     engine = Engine(model, max_model_len=256, max_running=8, compile=False)
     rng = random.Random(4)
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)  # does not sample the token by chance
     prompts = [make_prompt(rng, 30) for _ in range(6)]
     prompts[2][10] = marked
     requests = [engine.submit(prompt, params) for prompt in prompts]
     for _ in range(4):
         engine.step()
+    engine.finish_step()
     requests[4].tokens[-1] = marked
     run_all(engine)
     ended = [request.future.exception() is not None for request in requests]

@@ -22,9 +22,11 @@ from headrace.inference.embedded.cuda.attention_kernels import (  # noqa: E402
     Launch,
     PartialResults,
     decode_attention,
+    prefill_attention,
+    prefill_tile_tokens,
     store,
 )
-from headrace.inference.embedded.cuda.sampling_kernels import TileStats, sample_tokens  # noqa: E402
+from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, sample_tokens  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -116,6 +118,82 @@ def test_half_precision_is_as_close_as_it_can_be(dtype: torch.dtype, atol: float
         pytest.skip("the interpreter multiplies no bfloat16")
     found, expected = attend([200, 31, 64], dtype=dtype, launch=Launch(tile=64))
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def prefill(
+    chunks: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    key_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's result for chunks [start, end) of as many requests, and that of plain attention in float64."""
+    torch.manual_seed(0)
+    most = max(-(-end // BLOCK_SIZE) for _, end in chunks)
+    order = torch.randperm(len(chunks) * most).view(len(chunks), most).int()
+    keys, values = torch.full((2, len(chunks) * most * BLOCK_SIZE, key_heads, dim), math.nan, device=DEVICE).to(dtype)
+    tokens = sum(end - start for start, end in chunks)
+    queries = torch.randn(heads, tokens, dim, device=DEVICE).to(dtype).transpose(0, 1)
+    output = torch.full((tokens, heads, dim), math.nan, dtype=dtype, device=DEVICE)
+    tiles, expected = [[-1] * 5], torch.zeros(tokens, heads, dim, dtype=torch.float64, device=DEVICE)
+    used, per_tile = len(chunks), prefill_tile_tokens(heads, key_heads)
+    for row, (start, end) in enumerate(chunks):
+        slots = [int(order[row, place // BLOCK_SIZE]) * BLOCK_SIZE + place % BLOCK_SIZE for place in range(end)]
+        for states in (keys, values):
+            states[slots] = torch.randn(end, key_heads, dim, device=DEVICE).to(dtype)
+        own = [*range(used, used + end - start - 1), row]
+        tiles += [[row, first, end - start, start, used] for first in range(0, end - start, per_tile)]
+        used += end - start - 1
+        for place, query in zip(range(start, end), own, strict=True):
+            seen = slots[max(0, place + 1 - window) if window else 0 : place + 1]
+            key, value = (states[seen].double().repeat_interleave(heads // key_heads, 1) for states in (keys, values))
+            scores = torch.einsum("hd,thd->ht", queries[query].double(), key) * 0.3
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            expected[query] = torch.einsum("ht,thd->hd", scores.softmax(-1), value)
+    prefill_attention(
+        queries,
+        keys,
+        values,
+        order.to(DEVICE),
+        torch.tensor(tiles, dtype=torch.int32, device=DEVICE),
+        output,
+        scaling=0.3,
+        window=window,
+        softcap=softcap,
+    )
+    return output.double(), expected
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 40, 100])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_prefill_tokens_attend_to_themselves_and_to_all_keys_before(window: int, softcap: float) -> None:
+    found, expected = prefill([(0, 90), (0, 2), (30, 37), (120, 170), (16, 18)], window=window, softcap=softcap)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 4, 16), (14, 2, 32), (20, 1, 24), (3, 3, 8), (8, 8, 256)])
+def test_prefill_works_for_any_number_of_heads(heads: int, key_heads: int, dim: int) -> None:
+    found, expected = prefill([(0, 75), (20, 26)], heads=heads, key_heads=key_heads, dim=dim)
+    torch.testing.assert_close(found, expected, atol=1e-5 * max(1, dim / 64), rtol=0)  # scores grow with the dimension
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 3e-2), (torch.float16, 3e-3)])
+def test_prefill_in_half_precision_is_as_close_as_it_can_be(dtype: torch.dtype, atol: float) -> None:
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("the interpreter multiplies no bfloat16")
+    found, expected = prefill([(0, 200), (31, 64)], dtype=dtype, dim=128)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def test_tokens_are_fed_from_the_rows_that_sampled_them() -> None:
+    ids = torch.tensor([10, 11, 12], device=DEVICE)
+    chosen = torch.tensor([[5.0, 6.0, 7.0, 8.0], [0.0] * 4], dtype=torch.float64, device=DEVICE)
+    feed_tokens(ids, torch.tensor([-1, 3, 0], device=DEVICE), chosen)
+    assert ids.tolist() == [10, 8, 5]
 
 
 def test_rows_without_items_are_zeros() -> None:

@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,15 @@ import pytest
 import torch
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
-from headrace.inference.embedded.cuda.compilation import MAX_PROGRAMS, CompiledLayers, batch_sizes, gc_disabled
-from headrace.inference.embedded.cuda.rows import MIN_ITEM_KEYS, UNUSED, DecodeRows, split_into_items
+from headrace.inference.embedded.cuda.compilation import (
+    MAX_MIXED_PREFILL,
+    MAX_PROGRAMS,
+    CompiledLayers,
+    batch_sizes,
+    gc_disabled,
+    mixed_sizes,
+)
+from headrace.inference.embedded.cuda.rows import MIN_ITEM_KEYS, UNUSED, PrefillRow, StepRows, split_into_items
 from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
 
@@ -29,7 +37,11 @@ def request(tokens: list[int], blocks: list[int], temperature: float = 1.0) -> R
     return made
 
 
-def sent(rows: DecodeRows, name: str) -> list[Any]:
+def make_rows(count: int, tokens: int = 0) -> StepRows:
+    return StepRows(count, tokens or count, 3, key_heads=2, tile_tokens=4, device=torch.device("cpu"))
+
+
+def sent(rows: StepRows, name: str) -> list[Any]:
     found: list[Any] = getattr(rows.inputs, name).tolist()
     return found
 
@@ -58,9 +70,51 @@ def test_sizes_of_batches_double_and_from_32_on_have_one_between() -> None:
     assert batch_sizes(96)[-1] == 96
 
 
+@pytest.mark.parametrize("rows", [2, 96, 256, 1024])
+def test_sizes_of_steps_with_prefill_reach_far_enough_and_waste_at_most_a_third(rows: int) -> None:
+    sizes = mixed_sizes(rows)
+    assert sizes[-1] >= rows + MAX_MIXED_PREFILL
+    assert all(larger <= 1.5 * smaller and larger % 16 == 0 for smaller, larger in pairwise(sizes))
+
+
+def test_a_prefill_has_its_last_token_in_its_row_and_the_others_after_the_rows() -> None:
+    rows = make_rows(4, tokens=16)
+    decode, prefill = request([9, 10, 11], [4]), request(list(range(20, 42)), [5, 2])
+    rows.arrange([decode], [PrefillRow(prefill, 16, 22)], 16)
+    rows.send()
+    assert sent(rows, "ids") == [11, 41, 36, 37, 38, 39, 40] + [0] * 9
+    assert sent(rows, "positions")[:7] == [2, 21, 16, 17, 18, 19, 20]
+    begin = 2 * BLOCK_SIZE
+    assert sent(rows, "slots")[:8] == [4 * BLOCK_SIZE + 2, begin + 5, *range(begin, begin + 5), UNUSED]
+    assert sent(rows, "spans")[:2] == [[0, 1], [1, 0]]  # the paged kernel has no work for the prefill
+    assert sent(rows, "tiles")[:3] == [[1, 0, 6, 16, 2], [1, 4, 6, 16, 2], [UNUSED] * 5]
+
+
+def test_a_single_token_that_shares_its_block_is_computed_like_a_decode_and_not_stored() -> None:
+    rows = make_rows(2)
+    rows.arrange([], [PrefillRow(request([3] * 16, [7]), 15, 16, is_stored=False)], 2)
+    rows.send()
+    assert sent(rows, "ids")[0] == 3 and sent(rows, "positions")[0] == 15
+    assert sent(rows, "slots") == [UNUSED, UNUSED]
+    assert sent(rows, "items")[0] == [0, 0, 16, 1]
+    assert sent(rows, "tiles")[0] == [UNUSED] * 5
+
+
+def test_a_token_in_flight_is_read_from_the_row_that_sampled_it() -> None:
+    rows = make_rows(4)
+    first, second, third = (request([number, number], [number]) for number in (1, 2, 3))
+    rows.arrange([first, second, third], [], 4)
+    for each in (first, second, third):
+        each.expect()
+    rows.arrange([second, third], [], 4)
+    rows.send()
+    assert rows.requests == [third, second]
+    assert sent(rows, "sources") == [2, 1, UNUSED, UNUSED]
+
+
 def test_rows_have_the_slot_of_each_last_token_and_the_rest_are_unused() -> None:
-    rows = DecodeRows(4, 3, key_heads=2, device=torch.device("cpu"))
-    rows.arrange([request([7] * 16 + [8], [5, 2], temperature=0.5), request([9, 10, 11], [4])], 4)
+    rows = make_rows(4)
+    rows.arrange([request([7] * 16 + [8], [5, 2], temperature=0.5), request([9, 10, 11], [4])], [], 4)
     rows.send()
     assert sent(rows, "ids") == [8, 11, 0, 0]
     assert sent(rows, "positions") == [16, 2, 0, 0]
@@ -74,13 +128,13 @@ def test_rows_have_the_slot_of_each_last_token_and_the_rest_are_unused() -> None
 
 
 def test_the_last_row_takes_the_place_of_a_request_that_leaves() -> None:
-    rows = DecodeRows(4, 3, key_heads=2, device=torch.device("cpu"))
+    rows = make_rows(4)
     first, second, third = (request([number, number], [number]) for number in (1, 2, 3))
-    rows.arrange([first, second, third], 4)
+    rows.arrange([first, second, third], [], 4)
     rows.send()
     third.tokens += [6] * 15
     third.blocks.append(9)
-    rows.arrange([second, third], 2)
+    rows.arrange([second, third], [], 2)
     rows.send()
     assert rows.requests == [third, second]
     assert sent(rows, "ids")[:2] == [6, 2]
@@ -89,12 +143,12 @@ def test_the_last_row_takes_the_place_of_a_request_that_leaves() -> None:
 
 
 def test_the_table_of_a_request_is_rewritten_after_a_reset() -> None:
-    rows = DecodeRows(2, 3, key_heads=2, device=torch.device("cpu"))
+    rows = make_rows(2)
     one = request([1, 2], [5])
-    rows.arrange([one], 2)
+    rows.arrange([one], [], 2)
     one.reset_computed()
     one.blocks = [7]
-    rows.arrange([one], 2)
+    rows.arrange([one], [], 2)
     rows.send()
     assert rows.tables[0, 0] == 7
     assert sent(rows, "slots")[0] == 7 * BLOCK_SIZE + 1

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace.inference.backend import EngineError
+from headrace.inference.backend import EngineError, RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import UnsupportedModel, check_engine
@@ -118,6 +118,38 @@ def test_a_request_samples_what_it_samples_on_a_cpu(model: Any, make_model: Any)
     assert sampled(make_engine(make_model(0), max_model_len=32, max_running=4)) == expected
 
 
+def test_steps_launched_ahead_are_exact_and_end_at_stop_tokens(model: Any) -> None:
+    engine = make_engine(model, max_model_len=80, max_running=4, eos_token_ids=range(40))
+    rng = random.Random(0)
+    text = random_prompt(rng, 70)
+    requests = [engine.submit(text[:length], SamplingParams(max_tokens=9)) for length in (33, 33, 5, 16, 16, 47, 1)]
+    launched_ahead = 0
+    while engine.has_work:
+        engine.step()
+        launched_ahead += any(request.is_expecting for request in engine.scheduler.running)
+        if launched_ahead == 3:
+            engine.cancel(requests[2])
+    assert launched_ahead > 5
+    assert isinstance(requests.pop(2).future.exception(), RequestCancelled)
+    for request in requests:
+        assert_like_plain(request, model)
+        *others, last = request.future.result().token_ids
+        assert min(others, default=40) >= 40 and (last < 40 or len(others) == 8)
+    assert {request.finish_reason for request in requests} == {"stop", "length"}
+    assert engine.scheduler.tokens_cached > 0
+    assert_nothing_left(engine)
+
+
+def test_a_block_filled_by_tokens_in_flight_is_found_by_the_next_turn(model: Any) -> None:
+    engine = make_engine(model, max_model_len=80, max_running=2)
+    first = engine.submit([5] * 10, SamplingParams(max_tokens=30, ignore_eos=True))
+    run_all(engine)
+    second = engine.submit([*first.tokens, 7, 8, 9], SamplingParams(max_tokens=3))
+    run_all(engine)
+    assert second.cached_tokens == 32  # of 40 tokens, of which the last one was never computed
+    assert_like_plain(second, model)
+
+
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
 def test_new_weights_between_tokens(make_model: Any, kv_on_update: Any) -> None:
     models = {Version(0, step): make_model(step) for step in range(2)}
@@ -147,6 +179,7 @@ def test_a_request_that_fails_leaves_others_exact(model: Any, make_model: Any) -
     engine = make_engine(model, max_model_len=64, max_running=4)
     requests = [engine.submit([5 + n, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True)) for n in range(3)]
     engine.step()
+    engine.finish_step()
     requests[1].tokens[-1] = 10_000  # no such token
     run_all(engine)
     assert requests[1].future.exception() is not None

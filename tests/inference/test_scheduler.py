@@ -10,7 +10,7 @@ import pytest
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.adapters import LoadedAdapter
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
-from headrace.inference.embedded.request import Request, Weights
+from headrace.inference.embedded.request import PENDING, Request, Weights
 from headrace.inference.embedded.scheduler import Scheduler, StepPlan
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
@@ -73,6 +73,7 @@ class Desk:
     def step(self, weights: Weights = W0) -> Spans:
         """Compute a step and return its chunks; finished requests are removed."""
         plan = self.plan(weights)
+        spans = self.spans(plan)
         for chunk in plan.chunks:
             request = chunk.request
             if request.lacks_prompt_logprobs and request.prompt_logprobs is not None:
@@ -87,7 +88,7 @@ class Desk:
             if request.append(len(request.logprobs), -1.0):
                 self.scheduler.remove(request)
                 request.finish()
-        return self.spans(plan)
+        return spans
 
     def spans(self, plan: StepPlan) -> Spans:
         return [(self.names[chunk.request], chunk.start, chunk.end) for chunk in plan.chunks]
@@ -181,8 +182,8 @@ def test_prompts_that_are_scored_have_a_budget_of_their_own() -> None:
     desk.ask("a", 70, prompt_logprobs=0)
     desk.ask("b", 10)
     assert desk.step() == [("a", 0, 32), ("b", 0, 10)]
-    assert desk.step() == [("a", 32, 64), ("b", 10, 11)]
-    assert desk.step() == [("a", 64, 70), ("b", 11, 12)]
+    assert desk.step() == [("b", 10, 11), ("a", 32, 64)]
+    assert desk.step() == [("b", 11, 12), ("a", 64, 70)]
 
 
 def test_no_more_than_max_running_run_and_urgent_ones_come_first() -> None:
@@ -375,7 +376,7 @@ def test_after_a_failed_step_each_of_its_requests_is_tried_alone_until_it_has_sa
         [("a", 0, 32)],
         [("a", 32, 40)],
         [("b", 0, 3)],
-        [("a", 32, 41), ("b", 3, 4), ("c", 0, 3)],  # the first gave its blocks back; full ones were found again
+        [("b", 3, 4), ("a", 32, 41), ("c", 0, 3)],  # the first gave its blocks back; full ones were found again
     ]
 
 
@@ -388,7 +389,7 @@ def test_after_a_request_fails_in_quarantine_the_next_is_computed() -> None:
     assert desk.step() == [("a", 0, 3)]
     assert desk.spans(desk.plan()) == [("b", 0, 3)]
     desk.scheduler.remove(desk.requests["b"])
-    assert [desk.step(), desk.step()] == [[("c", 0, 3)], [("a", 0, 4), ("c", 3, 4)]]
+    assert [desk.step(), desk.step()] == [[("c", 0, 3)], [("c", 3, 4), ("a", 0, 4)]]
 
 
 def test_nothing_that_was_cached_before_a_failed_step_is_found_after_it() -> None:
@@ -445,7 +446,7 @@ def test_a_recomputed_request_stays_running() -> None:
     desk.step()
     desk.scheduler.recompute(desk.requests["a"], W0)
     desk.requests["a"].use_weights(W1)
-    assert desk.step(W1) == [("a", 0, 22), ("b", 21, 22)]
+    assert desk.step(W1) == [("b", 21, 22), ("a", 0, 22)]
     assert desk.running() == "ab"
 
 
@@ -484,7 +485,7 @@ def update(desk: Desk, weights: Weights) -> None:
 
 def fail(desk: Desk, weights: Weights) -> None:
     plan = desk.plan(weights)
-    concerned = [*dict.fromkeys([chunk.request for chunk in plan.chunks] + [second for _, second in plan.duplicates])]
+    concerned = plan.requests
     if len(concerned) > 1:
         desk.scheduler.isolate(concerned, weights)
     elif concerned:
@@ -542,19 +543,32 @@ def test_random_traffic_leaks_no_block_and_everything_ends(seed: int, blocks: in
 
 
 def test_waiting_requests_are_admitted_together_after_the_batching_delay():
-    desk = Desk(max_running=64, max_wait_steps=3)
-    for number in range(16):
-        desk.ask(chr(65 + number), 4)
+    desk = Desk(max_running=200, max_wait_steps=3, max_prefill_tokens=1000, blocks=400)
+    for number in range(130):
+        desk.ask(f"first {number}", 4)
     desk.step()
     desk.ask("x", 4)
-    for _ in range(3):  # one waiting for sixteen running is below the ratio
+    for _ in range(3):  # one waiting for 130 running is below the ratio
         assert "x" not in [name for name, _, _ in desk.step()]
     assert desk.step()[-1] == ("x", 0, 4)  # after the delay
     desk.ask("y", 4)
     desk.step()
     desk.ask("z", 4)
     desk.ask("w", 4)
-    assert [name for name, _, _ in desk.step()[-3:]] == ["y", "z", "w"]  # three for seventeen
+    assert [name for name, _, _ in desk.step()[-3:]] == ["y", "z", "w"]  # three for 131
+
+
+def test_a_free_slot_is_filled_after_the_delay_however_many_requests_wait():
+    desk = Desk(max_running=130, max_wait_steps=3, max_prefill_tokens=1000, blocks=400)
+    for number in range(130):
+        desk.ask(f"first {number}", 4, max_new_tokens=2 if number == 7 else 1000)
+    for number in range(100):
+        desk.ask(f"waiting {number}", 4)
+    desk.step()
+    desk.step()  # one request ends
+    for _ in range(3):
+        assert len(desk.step()) == 129
+    assert desk.step()[-1] == ("waiting 0", 0, 4)
 
 
 def test_urgent_requests_and_those_beside_a_prefill_are_admitted_without_delay():
@@ -567,3 +581,51 @@ def test_urgent_requests_and_those_beside_a_prefill_are_admitted_without_delay()
     assert [name for name, _, _ in desk.step()[16:]][:2] == ["u", "v"]
     desk.ask("w", 4)  # the rest of v is computed in this step
     assert [name for name, _, _ in desk.step()[-2:]] == ["v", "w"]
+
+
+def test_a_step_is_planned_before_the_tokens_of_the_last_one_are_known():
+    desk = Desk()
+    first = desk.ask("a", 30, max_new_tokens=4)
+    desk.ask("b", 5, max_new_tokens=2)
+    assert desk.spans(desk.plan()) == [("a", 0, 30), ("b", 0, 5)]
+    for request in desk.scheduler.running:
+        request.expect()
+    assert desk.scheduler.can_plan_ahead()
+    ahead = desk.plan()
+    assert desk.spans(ahead) == [("a", 30, 31), ("b", 5, 6)] and all(chunk.is_decode for chunk in ahead.chunks)
+    for request in desk.scheduler.running:
+        request.expect()
+        assert not request.append(50, -1.0)
+    assert desk.spans(desk.plan()) == [("a", 31, 32)]  # the last token of b is being sampled
+    first.expect()
+    assert not first.append(51, -1.0)
+    desk.scheduler.register_last_block(first)
+    assert first.tokens[30:] == [50, 51, PENDING]
+    assert desk.blocks.find(first.block_hash(1)) == first.blocks[1]
+
+
+def test_no_step_is_planned_ahead_where_a_request_might_be_preempted():
+    desk = Desk(blocks=7)
+    desk.ask("a", 20)
+    desk.ask("b", 20)
+    desk.plan()
+    for request in desk.scheduler.running:
+        request.expect()
+    assert desk.running() == "ab"
+    assert desk.scheduler.can_plan_ahead() == (desk.blocks.num_free >= 2)
+    while desk.blocks.num_free >= 2:
+        desk.blocks.allocate()
+    assert not desk.scheduler.can_plan_ahead()
+
+
+def test_a_stop_token_ends_a_request_whose_next_token_is_in_flight():
+    request = Desk().ask("a", 3, stop_token_ids=[9])
+    request.use_weights(W0)
+    request.expect()
+    request.expect()
+    assert not request.append(8, -1.0)
+    request.expect()
+    assert request.append(9, -2.0)
+    request.finish()
+    assert request.future.result().token_ids == [8, 9]
+    assert request.future.result().finish_reason == "stop"

@@ -111,6 +111,12 @@ class EngineState(msgspec.Struct):
     """How often the engine released the device to the trainer."""
     cache_releases: int = 0
     """How often it also freed its KV cache, because memory was short."""
+    steps: int = 0
+    """Forwards of the embedded engine, each of which samples one token of every running request."""
+    prefill_steps: int = 0
+    """Those that also computed prompt tokens."""
+    device_wait_s: float = 0.0
+    """Seconds for which the embedded engine waited for the results of its steps."""
 
 
 class Generation(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from headrace.rollout.version import Version
 
 T = TypeVar("T")
 
+SWITCH_INTERVAL_S = 0.0005
+"""Longest time for which another thread keeps the interpreter from the engine's: a step takes a few milliseconds."""
 ADMIN_THREADS = 4
 """Threads of their own, so that a pause does not wait for tokenization or for weights that are read."""
 
@@ -27,6 +30,7 @@ class EmbeddedBackend:
     name = "embedded"
 
     def __init__(self, thread: EngineThread) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread = thread
         self._loop_calls = LoopCalls(asyncio.get_running_loop())
         self._admin = ThreadPoolExecutor(ADMIN_THREADS, "engine-admin")

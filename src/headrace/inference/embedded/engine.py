@@ -4,9 +4,10 @@ A step decodes one token of every running request and prefills chunks of prompts
 request whose tokens are all computed; so requests join and leave between any two tokens. After a weight update running
 requests recompute their tokens with the new weights, or keep their KV cache (`kv_on_update`).
 
-The engine is synchronous: one thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may be
-called from others. A request that cannot be finished gets an error, and the engine continues. The `scheduler` plans a
-step without tensors, and a `runner` computes it; GPUs have their own runner.
+One thread calls `step` and `update_weights` (see `thread`); `submit` and `cancel` may be called from others. A request
+that cannot be finished gets an error, and the engine continues. The `scheduler` plans a step without tensors, and a
+`runner` computes it; GPUs have their own runner. On a GPU a step is launched before the tokens of the last one are
+read, so that it does not wait for Python; a request that ends with a stop token has one token computed in vain.
 
 Left out on purpose: speculative decoding.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -32,11 +34,11 @@ from headrace.inference.backend import (
     check_request,
 )
 from headrace.inference.embedded.adapters import Adapters
-from headrace.inference.embedded.block_manager import BlockManager, blocks_for
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.cuda import make_cuda_runner
 from headrace.inference.embedded.request import Request, Weights
-from headrace.inference.embedded.runner import PlainRunner, Runner
-from headrace.inference.embedded.scheduler import Scheduler, StepPlan
+from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
+from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.link import WeightsReceiver
@@ -95,6 +97,8 @@ class Engine:
         self._weights = Weights(version, 0)
         self.paused = False
         self.tokens_sampled = 0
+        self.steps = self.prefill_steps = 0
+        self.device_wait_s = 0.0
         self.finished: Counter[str] = Counter()
         longest = blocks_for(max_model_len)
         blocks = 1 + max(longest, max_running * longest if kv_blocks is None else kv_blocks)
@@ -109,6 +113,7 @@ class Engine:
                 max_model_len=max_model_len,
                 compile=compile,
                 graphs=graphs,
+                seed=seed,
             )
         self.runner: Runner = runner or PlainRunner(model, blocks, self.adapters, fuse=compile)
         self.scheduler = Scheduler(
@@ -123,6 +128,8 @@ class Engine:
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
         self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
+        self._in_flight: LaunchedStep | None = None
+        """The last step, if its output was not read yet."""
         self._failed_batches = 0
         """Steps in a row that failed, although each of their requests succeeded alone."""
 
@@ -178,6 +185,9 @@ class Engine:
             tokens_sampled=self.tokens_sampled,
             tokens_computed=scheduler.tokens_computed,
             tokens_cached=scheduler.tokens_cached,
+            steps=self.steps,
+            prefill_steps=self.prefill_steps,
+            device_wait_s=self.device_wait_s,
             preemptions=scheduler.preemptions,
             finished=dict(self.finished),
             adapters=self.adapters.names,
@@ -189,26 +199,39 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._cancelled or (not self.paused and (self.scheduler.running or self.scheduler.num_waiting)))
+        is_scheduling = not self.paused and (self.scheduler.running or self.scheduler.num_waiting)
+        return bool(self._cancelled or self._in_flight or is_scheduling)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Compute and sample once; errors of requests go to their futures, errors of the engine are raised."""
         self.drop_cancelled()
+        if self.paused or not self.scheduler.can_plan_ahead():
+            self.finish_step()
         if self.paused:
             return
         plan = self.scheduler.schedule(self._weights)
-        if not plan.chunks:
+        if plan.is_empty:
+            self.finish_step()
             return
         try:
-            self._compute(plan)
-            if len(plan.chunks) > 1:
+            self.steps += 1
+            self.prefill_steps += bool(plan.prefills)
+            launched = self.runner.launch(plan, self.scheduler.unverified_blocks)
+            if launched.allows_next:
+                for request in launched.sampling:
+                    request.expect()
+            self.finish_step()  # the one before
+            self._in_flight = launched
+            if not launched.allows_next:
+                self.finish_step()
+            if len(plan.decodes) + len(plan.prefills) > 1:
                 self._failed_batches = 0
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:
-            requests = [*(chunk.request for chunk in plan.chunks), *(second for _, second in plan.duplicates)]
-            self._isolate([*dict.fromkeys(requests)], error)
+            self.finish_step()
+            self._isolate([request for request in plan.requests if not request.is_done], error)
 
     def update_weights(self, directory: Path, version: Version) -> str:
         """Read and install a published version, and return its checksum."""
@@ -228,6 +251,7 @@ class Engine:
     @torch.inference_mode()
     def install(self, published: PublishedWeights) -> None:
         """Install weights that were read, between two steps."""
+        self.finish_step()
         install(self._parameters, published.tensors)
         self._weights = Weights(published.version, self._weights.installed + 1)
         for request in self.scheduler.running:
@@ -249,6 +273,7 @@ class Engine:
         """
         if not self.cache_bytes:
             return 0
+        self.finish_step()
         self.scheduler.recompute_all(self._weights)
         self.scheduler.unverified_blocks.clear()  # restored memory is all zeros
         return self.runner.release()
@@ -259,6 +284,7 @@ class Engine:
 
     def fail_all(self, error: EngineError) -> None:
         """Fail all requests; the engine cannot compute afterwards."""
+        self._in_flight = None
         for request in self.scheduler.remove_all():
             if not request.future.done():
                 self._fail(request, error)
@@ -271,23 +297,32 @@ class Engine:
                 self.scheduler.remove(request)
                 self._fail(request, RequestCancelled("the request was cancelled"), "cancelled")
 
-    def _compute(self, plan: StepPlan) -> None:
-        """Run a planned step, and append each sampled token to its request."""
-        output = self.runner.run(plan, self.scheduler.unverified_blocks)
+    def finish_step(self) -> None:
+        """Wait for the step in flight, if there is one, and append each sampled token to its request."""
+        if self._in_flight is None:
+            return
+        launched, self._in_flight = self._in_flight, None
+        begun = time.perf_counter()
+        output = launched.output()
+        self.device_wait_s += time.perf_counter() - begun
         finished: list[Request] = []
-        log_masses = output.log_masses or itertools.repeat(0.0)
+        log_masses, alternatives = output.log_masses or itertools.repeat(0.0), output.alternatives
         for request, token, logprob, log_mass in zip(*output[:3], log_masses, strict=False):
+            if request.is_done:
+                continue  # it ended, or was cancelled, after this step was launched
             try:
-                scores = [] if request.has_sampled else request.prompt_logprobs or []
-                if logprob != logprob or any(score != score for score in scores):
+                if logprob != logprob or (request.prompt_logprobs is not None and request.has_nan_in_prompt):
                     raise EngineError(
                         f"weights {self.version} at temperature {request.params.temperature} gave logits that are not "
                         "finite (NaN or infinity)"
                     )
-                if request.append(int(token), logprob, log_mass, output.alternatives.get(request)):
+                if request.append(token, logprob, log_mass, alternatives.get(request) if alternatives else None):
                     finished.append(request)
-                elif request.on_tokens is not None:
-                    request.on_tokens()
+                else:
+                    if not (request.prompt_length + len(request.logprobs)) % BLOCK_SIZE:
+                        self.scheduler.register_last_block(request)
+                    if request.on_tokens is not None:
+                        request.on_tokens()
                 self.tokens_sampled += 1
             except Exception as error:  # e.g. of a tokenizer at a stop string: only this request fails
                 self._end_with(request, error)
@@ -317,9 +352,10 @@ class Engine:
 
     def _fail(self, request: Request, error: EngineError, how: str = "error") -> None:
         self.finished[how] += 1
-        request.future.set_exception(error)
+        request.fail(error)
 
     def reset_counters(self) -> None:
-        self.tokens_sampled = 0
+        self.tokens_sampled = self.steps = self.prefill_steps = 0
+        self.device_wait_s = 0.0
         self.finished.clear()
         self.scheduler.reset_counters()

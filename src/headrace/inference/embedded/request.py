@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.inference.backend import GenerationResult, TokenChunk, TopLogprobs
+from headrace.inference.backend import EngineError, GenerationResult, TokenChunk, TopLogprobs
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash, root_hash
 from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
@@ -16,6 +16,8 @@ from headrace.rollout.version import Version
 if TYPE_CHECKING:
     from headrace.inference.embedded.adapters import LoadedAdapter
 
+PENDING = -1
+"""A token that is being sampled, whose id is not known yet."""
 SEED_MODULUS = 1 << 64
 """Seeds are taken modulo this: Python's generator would treat -1 as 1."""
 
@@ -46,8 +48,12 @@ class Request:
         self.tokens = list(token_ids)
         self.prompt_length = len(token_ids)
         self.params = params
-        self.max_new_tokens = max_new_tokens
+        self.max_length = len(token_ids) + max_new_tokens
         self.adapter = adapter
+        self.is_plain = adapter is None and not (
+            params.truncates or params.logprobs or params.prompt_logprobs is not None
+        )
+        """Whether its tokens can be sampled without reading logits outside of the step."""
         self.stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
@@ -67,6 +73,8 @@ class Request:
         self.resets = 0
         """How often its blocks were freed."""
         self.cached_tokens = 0
+        self.is_done = False
+        """Whether its `future` has a result or an error."""
         self.future: Future[GenerationResult] = Future()
         self.future.set_running_or_notify_cancel()  # Future.cancel() would not free its blocks
         self.on_tokens: Callable[[], None] | None = None
@@ -84,8 +92,18 @@ class Request:
         return bool(self.logprobs)
 
     @property
+    def is_expecting(self) -> bool:
+        """Whether its last token is being sampled."""
+        return self.tokens[-1] == PENDING
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
+
+    @property
+    def has_nan_in_prompt(self) -> bool:
+        """Whether a prompt logprob is not a number, before the first token is sampled."""
+        return not self.has_sampled and any(score != score for score in self.prompt_logprobs or ())
 
     def reset_prompt_logprobs(self) -> None:
         count = self.params.prompt_logprobs
@@ -141,14 +159,23 @@ class Request:
             self._uniform = self._random.random()
         return self._uniform
 
+    def expect(self) -> None:
+        """Count a token that is being sampled as one of its tokens, until `append` gets it."""
+        self._uniform = None
+        self.tokens.append(PENDING)
+
     def append(self, token: int, logprob: float, log_mass: float = 0.0, top: TopLogprobs | None = None) -> bool:
         """Append a sampled token, and return whether it is the last one.
 
         `log_mass` is the log of the probability left by truncation.
         """
-        self._uniform = None
+        tokens, place = self.tokens, self.prompt_length + len(self.logprobs)
+        if place < len(tokens):
+            tokens[place] = token  # was expected; the next one may be expected, too
+        else:
+            tokens.append(token)
+            self._uniform = None
         self.is_verified = True
-        self.tokens.append(token)
         if self.truncated_logprobs is not None:
             self.truncated_logprobs.append(logprob - log_mass)
         if self.top_logprobs is not None:
@@ -156,8 +183,12 @@ class Request:
         self.logprobs.append(logprob)  # last: other threads read its length
         if self.params.stop:
             assert self._stop_strings is not None
-            self._stopped_by = self._stop_strings.find_completed(self.params.stop, self.tokens, self.prompt_length)
-        return self._stopped_by is not None or token in self.stop_ids or len(self.logprobs) >= self.max_new_tokens
+            known = tokens if place + 1 == len(tokens) else tokens[: place + 1]
+            self._stopped_by = self._stop_strings.find_completed(self.params.stop, known, self.prompt_length)
+        if self._stopped_by is None and token not in self.stop_ids and place + 1 < self.max_length:
+            return False
+        del tokens[place + 1 :]
+        return True
 
     def sampled_since(self, start: int) -> TokenChunk:
         """Return what was sampled from token `start` on."""
@@ -172,7 +203,12 @@ class Request:
     def finish_reason(self) -> str:
         return "stop" if self._stopped_by is not None or self.tokens[-1] in self.stop_ids else "length"
 
+    def fail(self, error: EngineError) -> None:
+        self.is_done = True
+        self.future.set_exception(error)
+
     def finish(self) -> None:
+        self.is_done = True
         sampled = self.tokens[self.prompt_length :]
         last = sampled[-1]
         ends = [start for _, start in self._spans[1:]] + [len(sampled)]

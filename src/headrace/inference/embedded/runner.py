@@ -28,8 +28,7 @@ class StepOutput(NamedTuple):
     """The next token of each request that has one; sequences are in the order of `requests`."""
 
     requests: Sequence[Request]
-    tokens: Sequence[float]
-    """Token ids, as whole numbers."""
+    tokens: Sequence[int]
     logprobs: Sequence[float]
     """NaN where logits were not finite."""
     log_masses: Sequence[float] | None
@@ -39,6 +38,35 @@ class StepOutput(NamedTuple):
 
 
 NO_OUTPUT = StepOutput([], [], [], None, {})
+
+
+class LaunchedStep(Protocol):
+    """A step that was started."""
+
+    @property
+    def sampling(self) -> Sequence[Request]:
+        """The requests that get a token."""
+
+    @property
+    def allows_next(self) -> bool:
+        """Whether the next step may be launched before this one's output is read."""
+
+    def output(self) -> StepOutput:
+        """Wait until the step is computed, and return its output."""
+
+
+class FinishedStep(NamedTuple):
+    """A step that was computed when it was launched."""
+
+    result: StepOutput
+    allows_next: bool = False
+
+    @property
+    def sampling(self) -> Sequence[Request]:
+        return self.result.requests
+
+    def output(self) -> StepOutput:
+        return self.result
 
 
 class Runner(Protocol):
@@ -52,8 +80,8 @@ class Runner(Protocol):
     def max_wait_steps(self) -> int:
         """Batching delay of waiting requests in steps: about the cost of a prefill in decode steps."""
 
-    def run(self, plan: StepPlan, unverified_blocks: list[int]) -> StepOutput:
-        """Compute a step, after clearing `unverified_blocks` and emptying that list."""
+    def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> LaunchedStep:
+        """Start a step, after clearing `unverified_blocks` and emptying that list."""
 
     @property
     def cache_bytes(self) -> int:
@@ -86,7 +114,7 @@ class PlainRunner:
         self._is_fused = fuse and self._device.type == "cpu" and fuse_layers(model)
         self.window = KVWindow(2 * BLOCK_SIZE * blocks) if self._device.type == "cpu" and not self._is_fused else None
 
-    def run(self, plan: StepPlan, unverified_blocks: list[int]) -> StepOutput:
+    def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> FinishedStep:
         chunks = plan.chunks
         seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self._device.type == "cpu"
         single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
@@ -113,13 +141,14 @@ class PlainRunner:
         ).logits[0]
         requests, logits = finish_prefill(plan, scored, last, logits, self.cache.copy_blocks)
         if not requests:
-            return NO_OUTPUT
+            return FinishedStep(NO_OUTPUT)
         uniforms = [request.uniform() for request in requests]
         sampled = sample(logits, [request.params for request in requests], uniforms)
         # Token ids and float32 values are exact in float64: one copy to the host transfers them all.
         columns = torch.stack([column.double() for column in sampled if column is not None]).tolist()
         log_masses = columns[2] if len(columns) > 2 else None
-        return StepOutput(requests, columns[0], columns[1], log_masses, top_alternatives(requests, logits))
+        alternatives = top_alternatives(requests, logits)
+        return FinishedStep(StepOutput(requests, [*map(int, columns[0])], columns[1], log_masses, alternatives))
 
     @property
     def cache_bytes(self) -> int:

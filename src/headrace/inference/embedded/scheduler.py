@@ -19,11 +19,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
-from headrace.inference.embedded.request import Request, Weights
+from headrace.inference.embedded.request import PENDING, Request, Weights
 
 CHUNK_TOKENS = 512
 """Prompt tokens whose attention is computed together."""
-ADMIT_RATIO = 8
+ADMIT_RATIO = 64
 """Waiting requests are admitted without delay if there is one for this many running ones."""
 WATERMARK_DIVISOR = 64
 """One in this many blocks stays free when a request is admitted: running requests will need more."""
@@ -40,11 +40,28 @@ class Chunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The chunks that a step computes."""
+    """What a step computes."""
 
-    chunks: list[Chunk]
+    decodes: list[Request]
+    """Requests of which the last token is computed."""
+    prefills: list[Chunk]
     duplicates: list[tuple[Request, Request]]
     """(first, second): the second has the prompt of the first, and samples from its logits."""
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All tokens, those of decodes included."""
+        decodes = ((request, len(request.tokens)) for request in self.decodes)
+        return [*(Chunk(request, length - 1, length, True) for request, length in decodes), *self.prefills]
+
+    @property
+    def requests(self) -> list[Request]:
+        prefilling = [*(chunk.request for chunk in self.prefills), *(second for _, second in self.duplicates)]
+        return [*dict.fromkeys([*self.decodes, *prefilling])]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.decodes or self.prefills)
 
 
 class Scheduler:
@@ -88,35 +105,63 @@ class Scheduler:
     def kv_usage(self) -> float:
         return 1 - self.blocks.num_free / self.blocks.num_usable
 
+    def can_plan_ahead(self) -> bool:
+        """Return whether a step can be planned before the last one's tokens are known: all requests decode, and no
+        request has to be preempted."""
+        return (
+            not self.quarantine
+            and self.blocks.num_free >= len(self.running)
+            and all(request.tokens[-1] == PENDING for request in self.running)
+        )
+
+    def register_last_block(self, request: Request) -> None:
+        """Register a block whose last token was not known when the step that computes it was planned."""
+        length = request.prompt_length + len(request.logprobs)
+        if self._prefix_cache and length % BLOCK_SIZE == 0 and request.computed >= length:
+            index = length // BLOCK_SIZE - 1
+            self.blocks.register(request.blocks[index], request.block_hash(index))
+
     def schedule(self, weights: Weights) -> StepPlan:
         """Plan a step with these weights, allocate its blocks and register the full ones."""
         self._prefill_budget, self._scored_budget = self._max_prefill_tokens, self._max_scored_tokens
-        plan = StepPlan([], [])
+        plan = StepPlan([], [], [])
         if self.quarantine:
             request = self.quarantine[0]
             for other in self.running:
                 if other is not request:
                     self.recompute(other, weights)
-            plan.chunks.extend(self._chunks(request))
+            self._plan_running([request], plan)
             return plan
-        for request in self.running:  # preemption removes requests from its end
-            length = len(request.tokens)
-            if request.is_verified and length % BLOCK_SIZE and length < len(request.blocks) * BLOCK_SIZE:
-                request.mark_computed(length)  # the common case: decode within the last block
-                plan.chunks.append(Chunk(request, length - 1, length, True))
-            else:
-                plan.chunks.extend(self._chunks(request))
+        self._plan_running(self.running, plan)
         if self._is_time_to_admit():
             self._admit_waiting(plan, weights)
         return plan
 
+    def _plan_running(self, requests: list[Request], plan: StepPlan) -> None:
+        """Plan one token of each request that decodes, and as much prefill of the others as the budgets allow."""
+        decodes = plan.decodes
+        for request in requests:  # preemption removes requests from its end
+            tokens = request.tokens
+            length = len(tokens)
+            if length >= request.max_length:
+                continue  # its last token is being sampled
+            if not (request.is_verified or tokens[-1] == PENDING):
+                plan.prefills.extend(self._chunks(request))
+            elif length % BLOCK_SIZE and length < len(request.blocks) * BLOCK_SIZE:
+                request.computed = length  # the common case: decode within the last block
+                request.is_verified = False
+                decodes.append(request)
+            elif self._chunks(request):
+                decodes.append(request)
+
     def _is_time_to_admit(self) -> bool:
         """Return whether waiting requests are admitted now, or a later step may prefill more of them together."""
         has_prefill = self._prefill_budget < self._max_prefill_tokens
-        if has_prefill or self.urgent or ADMIT_RATIO * len(self.waiting) >= len(self.running):
+        admissible = min(len(self.waiting), self._max_running - len(self.running))
+        if has_prefill or self.urgent or ADMIT_RATIO * admissible >= len(self.running):
             self._steps_waited = 0
         else:
-            self._steps_waited += bool(self.waiting)
+            self._steps_waited += admissible > 0
         if self._steps_waited > self._max_wait_steps:
             self._steps_waited = 0
         return not self._steps_waited
@@ -129,7 +174,7 @@ class Scheduler:
                 self._share_prompt(prompts[prompt], request)
                 plan.duplicates.append((prompts[prompt], request))
                 continue
-            plan.chunks.extend(self._chunks(request))
+            plan.prefills.extend(self._chunks(request))
             if prompt and request.computed == len(request.tokens):
                 prompts[prompt] = request
 
@@ -201,7 +246,7 @@ class Scheduler:
 
     def _chunks(self, request: Request) -> list[Chunk]:
         """Return what a running request computes in this step, as far as the budgets allow."""
-        length, is_decode = len(request.tokens), request.is_verified
+        length = len(request.tokens)
         if not request.computed:
             request.blocks = self._cached_prefix(request)
             for block in request.blocks:
@@ -223,14 +268,14 @@ class Scheduler:
             self.tokens_computed += end - start
         if request.lacks_prompt_logprobs:
             self._scored_budget -= end - start
-        if self._prefix_cache:
+        if self._prefix_cache and not request.is_expecting:
             # Before they are computed: a forward writes all keys of a layer before it reads any, so that another
             # request of the same step may share them.
             for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
                 self.blocks.register(request.blocks[index], request.block_hash(index))
         request.mark_computed(end)
         ends = [*range((start // CHUNK_TOKENS + 1) * CHUNK_TOKENS, end, CHUNK_TOKENS), end]
-        return [Chunk(request, *span, is_decode) for span in zip([start, *ends], ends, strict=False)]
+        return [Chunk(request, *span) for span in zip([start, *ends], ends, strict=False)]
 
     def _count_cached(self, request: Request) -> None:
         if not request.has_sampled:

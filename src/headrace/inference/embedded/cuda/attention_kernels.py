@@ -1,9 +1,10 @@
-"""Triton kernels for the paged KV cache: storing of new keys and values, and decode attention.
+"""Triton kernels for the paged KV cache: storing of new keys and values, decode and prefill attention.
 
-The query heads that share a key head are the rows of one small matrix product, so that every key is read once. Work is
-split into items, ranges of one request's keys (see `rows`); a second kernel combines the items of a request (as
-flash-decoding does). Storage is [slot, head, dimension]: a head's row of a slot is 256 bytes in the usual models, which
-suits the memory controller, and a slot is written as a whole.
+The query heads that share a key head are the rows of one small matrix product, so that every key is read once. Decode
+is split into items, ranges of one request's keys (see `rows`); a second kernel combines the items of a request (as
+flash-decoding does). Prefill is split into tiles of consecutive tokens. All sizes that vary are read on the device, so
+that a CUDA graph can be replayed with other requests. Storage is [slot, head, dimension]: a head's row of a slot is 256
+bytes in the usual models, which suits the memory controller, and a slot is written as a whole.
 
 Softmax is computed in powers of two, as the hardware does.
 """
@@ -38,6 +39,16 @@ class Launch(NamedTuple):
 
 
 DEFAULT = Launch()
+PREFILL_ROWS = 64
+"""Rows of the matrix product of a prefill tile: its tokens, times the query heads of a key head."""
+
+MAX_WIDE_TILE_BYTES = 512
+"""Bytes of a key up to which two stages of 64 keys and values fit into shared memory."""
+
+
+def prefill_tile_tokens(heads: int, key_heads: int) -> int:
+    """Return the tokens of a prefill tile."""
+    return max(1, PREFILL_ROWS // (heads // key_heads))
 
 
 def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -234,6 +245,137 @@ def _attend(
             tl.store(sums + part[:, None] * DIM + dim[None, :], mixed, mask=own)
             tl.store(stats + part * 2, best, mask=group < GROUP)
             tl.store(stats + part * 2 + 1, total, mask=group < GROUP)
+
+
+def prefill_attention(
+    queries: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    output: Tensor,
+    *,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Write the attention of chunks of several tokens to `output`, [token, query head, dimension].
+
+    `tiles` are [tile, 5]: request, first token of the tile within its chunk, tokens of the chunk, position of the
+    chunk's first token, and row of that token. The chunk's last token is in the row of its request, and the others are
+    in consecutive rows. Tiles with a negative request are skipped.
+    """
+    heads, dim = queries.shape[1:]
+    shared_by = heads // key_cache.shape[1]
+    tokens = prefill_tile_tokens(heads, key_cache.shape[1])
+    padded = max(MIN_MATRIX_SIZE, triton.next_power_of_2(dim))
+    _attend_tile[(key_cache.shape[1], len(tiles))](
+        queries,
+        key_cache,
+        value_cache,
+        tables,
+        tiles,
+        output,
+        scaling if softcap else scaling * LOG2E,
+        softcap,
+        queries.stride(0),
+        queries.stride(1),
+        tables.stride(0),
+        HEADS=key_cache.shape[1],
+        GROUP=shared_by,
+        TOKENS=tokens,
+        ROWS=max(MIN_MATRIX_SIZE, triton.next_power_of_2(tokens * shared_by)),
+        DIM=dim,
+        DIM_PADDED=padded,
+        TILE=64 if padded * key_cache.itemsize <= MAX_WIDE_TILE_BYTES else 32,
+        BLOCK_SIZE=BLOCK_SIZE,
+        WINDOW=window,
+        CAPPED=softcap > 0,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+@triton.jit
+def _attend_tile(
+    queries,
+    key_cache,
+    value_cache,
+    tables,
+    tiles,
+    output,
+    scaling,
+    softcap,
+    query_token,
+    query_head,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    request = tl.load(tiles + tile * 5)
+    if request >= 0:
+        first = tl.load(tiles + tile * 5 + 1)
+        count = tl.load(tiles + tile * 5 + 2)
+        start = tl.load(tiles + tile * 5 + 3)
+        first_row = tl.load(tiles + tile * 5 + 4)
+        lane = tl.arange(0, ROWS)
+        dim = tl.arange(0, DIM_PADDED)
+        token = first + lane // GROUP
+        is_query = (lane < TOKENS * GROUP) & (token < count)
+        row = tl.where(token == count - 1, request, first_row + token).to(tl.int64)
+        query_heads = head * GROUP + lane % GROUP
+        own = is_query[:, None] & (dim[None, :] < DIM)
+        query = tl.load(
+            queries + row[:, None] * query_token + query_heads[:, None] * query_head + dim[None, :],
+            mask=own,
+            other=0.0,
+        )
+        position = start + token
+        end = start + tl.minimum(first + TOKENS, count)
+        begin_key = 0
+        if WINDOW > 0:
+            begin_key = tl.maximum(0, start + first + 1 - WINDOW)
+        best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        mixed = tl.zeros([ROWS, DIM_PADDED], dtype=tl.float32)
+        table = tables + request.to(tl.int64) * table_row
+        for begin in range(begin_key, end, TILE):
+            key_position = begin + tl.arange(0, TILE)
+            inside = key_position < end
+            block = tl.load(table + key_position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + key_position % BLOCK_SIZE
+            place = (slot * HEADS + head)[:, None] * DIM + dim[None, :]
+            readable = inside[:, None] & (dim[None, :] < DIM)
+            key = tl.load(key_cache + place, mask=readable, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+            if CAPPED:
+                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0)) * 1.4426950408889634
+            visible = inside[None, :] & (key_position[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            # A row may not see any key so far, if the window of the tile's first token ends before its own begins.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            fading = tl.exp2(best - base)
+            total = total * fading + tl.sum(weights, 1)
+            value = tl.load(value_cache + place, mask=readable, other=0.0)
+            mixed = mixed * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            best = higher
+        attended = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        place = (row * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
+        tl.store(output + place, attended.to(output.dtype.element_ty), mask=own)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
-"""Compiled decoder layers, and CUDA graphs of whole decode steps.
+"""Compiled decoder layers, and CUDA graphs of whole steps.
 
 All layers share one compiled program for any number of tokens above one, and a second one where layers differ. Outside
 of `compiled` blocks the model runs uncompiled, with its hooks.
 
-Graphs are captured for a few batch sizes before the first request. A graph reads its inputs from fixed tensors, and all
-graphs share one memory pool: the output of one is valid until another runs.
+Graphs are captured for a few numbers of tokens before the first request. A graph reads its inputs from fixed tensors,
+and all graphs share one memory pool: the output of one is valid until another runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 MAX_PROGRAMS = 64
 """Compiled programs per kind of layer, beyond which the compiler would run new ones uncompiled."""
-WARM_UP_RUNS = 2
-"""Runs before a capture, for the initialization of libraries and compiled kernels."""
+MAX_MIXED_PREFILL = 2048
+"""Prefill tokens that a graph computes beside all decode tokens; more keep the GPU busy without a graph."""
 
 
 class CompiledLayers:
@@ -64,32 +65,40 @@ def batch_sizes(largest: int) -> list[int]:
     return sizes
 
 
-class DecodeGraphs(Generic[T]):
-    """CUDA graphs of `compute(size)`; its result is overwritten by the next run of any size."""
+def mixed_sizes(rows: int) -> list[int]:
+    """Return the numbers of tokens of steps with prefill, for up to `rows` requests."""
+    sizes = [32]
+    while sizes[-1] < rows + MAX_MIXED_PREFILL:
+        sizes.append(sizes[-1] + max(16, min(sizes[-1] // 4, 256) // 16 * 16))
+    return sizes
 
-    def __init__(self, compute: Callable[[int], T]) -> None:
+
+class StepGraphs(Generic[K, T]):
+    """CUDA graphs of `compute(shape)`; its result is overwritten by the next run of any shape."""
+
+    def __init__(self, compute: Callable[[K], T]) -> None:
         self._compute = compute
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._captured: dict[K, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pool: Any = None
 
-    def capture(self, sizes: Iterable[int]) -> None:
+    def capture(self, shapes: Iterable[K]) -> None:
+        """Capture these shapes, the largest first: small graphs reuse the memory of large ones."""
         with gc_disabled():
-            for size in sorted(sizes, reverse=True):  # small graphs reuse the memory of large ones
+            for shape in shapes:
                 stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    for _ in range(WARM_UP_RUNS):
-                        self._compute(size)
+                    self._compute(shape)  # initializes libraries and compiles kernels
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
                 # Other threads may allocate during the capture.
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    result = self._compute(size)
+                    result = self._compute(shape)
                 self._pool = graph.pool()
-                self._captured[size] = graph, result
+                self._captured[shape] = graph, result
 
-    def run(self, size: int) -> T:
-        graph, result = self._captured[size]
+    def run(self, shape: K) -> T:
+        graph, result = self._captured[shape]
         graph.replay()
         return result
 

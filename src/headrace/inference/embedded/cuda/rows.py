@@ -1,32 +1,50 @@
-"""Inputs of a decode step on a GPU: one row per request, staged in pinned memory that numpy writes.
+"""Inputs of a step on a GPU, staged in pinned memory that numpy writes: decode tokens and short prefills together.
 
-A request keeps its row from step to step, so that its block table is written once; when a request leaves, the last row
-takes its place. All inputs except block tables are one buffer, which one copy sends to the device.
+Every request has a row. Its last token of the step is in that row, and all tokens of a prefill but the last are in rows
+after those of the requests; so the first rows are the ones that are sampled. A request keeps its row from step to step,
+and its block table is written once; when a request leaves, the last row takes its place. All inputs except block tables
+are one buffer, which one copy sends to the device.
 
-Attention splits the requests' keys into items of about the same length, so that the whole GPU has work. The number of
-items is fixed by the CUDA graph, and their length follows from the requests: many requests have one item each, few long
-ones have many.
+The token of a row may still be on the device: then `sources` has the row that sampled it in the last step.
+
+Attention splits the keys of decode tokens into items of about the same length, so that the whole GPU has work. The
+number of items is fixed by the CUDA graph, and their length follows from the requests: many requests have one item
+each, few long ones have many. Prefills are split into tiles of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
-from headrace.inference.embedded.request import Request
+from headrace.inference.embedded.request import PENDING, SEED_MODULUS, Request
 
 UNUSED = -1
-"""As a slot: nothing is stored. As an item's request: the item is skipped."""
+"""As a slot: nothing is stored. As a request of an item or a tile: it is skipped. As a source: the id is staged."""
 MIN_ITEM_KEYS = 128
 """Keys of an item that is not a request's last: combining shorter ones costs more than it gains."""
 ITEM_ALIGNMENT = 64
 """Item lengths are multiples of this."""
 EXTRA_PROGRAMS = 2048
 """Programs of the attention kernel beyond one per request and head: enough for 100 and more multiprocessors."""
+NOT_WRITTEN = (-1, 0)
+MAX_PREFILLS = 256
+"""Prefills of a step with other tokens."""
+
+
+class PrefillRow(NamedTuple):
+    """The tokens [start, end) of a request, at least one."""
+
+    request: Request
+    start: int
+    end: int
+    is_stored: bool = True
+    """Whether its keys and values are stored; False if the request shares blocks that have them."""
 
 
 def max_items(requests: int, key_heads: int) -> int:
@@ -34,7 +52,7 @@ def max_items(requests: int, key_heads: int) -> int:
 
 
 def split_into_items(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split requests with these numbers of keys into at most `limit` items.
+    """Split requests with these numbers of keys into at most `limit` items; a request without keys has no item.
 
     Returns [item, 4]: request, first key, the key after the last, whether it is the request's only item; and
     [request, 2]: its first item and how many it has.
@@ -45,7 +63,7 @@ def split_into_items(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.nd
     longest = -(-longest // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
     counts = -(-lengths // longest)
     firsts = np.cumsum(counts) - counts
-    even = -(-lengths // (counts * ITEM_ALIGNMENT)) * ITEM_ALIGNMENT  # of all items of a request but its last
+    even = -(-lengths // (np.maximum(counts, 1) * ITEM_ALIGNMENT)) * ITEM_ALIGNMENT  # of all items but the last
     owners = np.repeat(np.arange(requests), counts)
     begins = (np.arange(len(owners)) - firsts[owners]) * even[owners]
     ends = np.minimum(begins + even[owners], lengths[owners])
@@ -53,10 +71,10 @@ def split_into_items(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.nd
     return items, np.stack([firsts, counts], 1)
 
 
-class DecodeInputs:
-    """Inputs of a step as tensors over one buffer, for `rows` requests and `items` items."""
+class StepInputs:
+    """Inputs of a step as tensors over one buffer."""
 
-    def __init__(self, buffer: Tensor, rows: int, items: int) -> None:
+    def __init__(self, buffer: Tensor, rows: int, tokens: int, items: int, tiles: int) -> None:
         self.buffer = buffer
         place = 0
 
@@ -67,31 +85,46 @@ class DecodeInputs:
             place += -(-size // 16) * 16
             return taken.data  # not a view, to the compiler
 
-        self.ids = take(torch.int64, rows)
-        self.positions = take(torch.int64, rows)
+        self.ids = take(torch.int64, tokens)
+        self.positions = take(torch.int64, tokens)
+        self.slots = take(torch.int32, tokens)
+        self.sources = take(torch.int64, rows)
         self.uniforms = take(torch.float64, rows)
         self.temperatures = take(torch.float32, rows)
-        self.slots = take(torch.int32, rows)
         self.lengths = take(torch.int32, rows)
         self.spans = take(torch.int32, rows, 2)
         self.items = take(torch.int32, items, 4)
+        self.tiles = take(torch.int32, tiles, 5)
 
     @staticmethod
-    def size(rows: int, items: int) -> int:
+    def size(rows: int, tokens: int, items: int, tiles: int) -> int:
         """Return the bytes of the buffer, with alignment."""
-        return rows * (3 * 8 + 5 * 4) + items * 16 + 8 * 16
+        return tokens * (2 * 8 + 4) + rows * (2 * 8 + 4 * 4) + items * 16 + tiles * 20 + 10 * 16
 
 
-class DecodeRows:
-    """Rows of up to `count` requests with up to `blocks` blocks each."""
+class StepRows:
+    """Rows of up to `count` requests with up to `blocks` blocks each, in steps of up to `tokens` tokens."""
 
-    def __init__(self, count: int, blocks: int, key_heads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        count: int,
+        tokens: int,
+        blocks: int,
+        key_heads: int,
+        tile_tokens: int,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self._random = np.random.default_rng(seed % SEED_MODULUS)
+        """For requests without a seed."""
         pinned = device.type == "cuda"
-        self._max_items = max_items(count, key_heads)
+        self.count = count
         self._key_heads = key_heads
-        size = DecodeInputs.size(count, self._max_items)
-        self.staged = DecodeInputs(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), count, self._max_items)
-        self.inputs = DecodeInputs(torch.zeros(size, dtype=torch.uint8, device=device), count, self._max_items)
+        self._tile_tokens = tile_tokens
+        sizes = (count, tokens, max_items(count, key_heads), self.max_tiles(tokens))
+        size = StepInputs.size(*sizes)
+        self.staged = StepInputs(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), *sizes)
+        self.inputs = StepInputs(torch.zeros(size, dtype=torch.uint8, device=device), *sizes)
         """The staged inputs on the device."""
         self._staged_tables = torch.zeros(count, blocks, dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.zeros(count, blocks, dtype=torch.int32, device=device)
@@ -99,24 +132,33 @@ class DecodeRows:
         """By row."""
         self._row: dict[Request, int] = {}
         self._wanted: Sequence[Request] = []
-        self._held = [0] * count
-        """Blocks written to each row's table."""
-        self._resets = [0] * count
-        """Each request's `resets` when its table was written."""
+        self._moved: dict[int, int] = {}
+        """The row in the step before of each request that has moved to another one."""
+        self._written = [NOT_WRITTEN] * count
+        """The request's `resets` when each row's table was written, and how many blocks it has."""
         self._is_changed = False
         """Whether the device's tables are out of date."""
+        self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        """The last copy to the device; staged memory must not change before it."""
         self._arrays = {name: tensor.numpy() for name, tensor in vars(self.staged).items() if name != "buffer"}
         self._table_array = self._staged_tables.numpy()
 
     def max_items(self, rows: int) -> int:
         return max_items(rows, self._key_heads)
 
-    def arrange(self, requests: Sequence[Request], rows: int) -> None:
-        """Assign rows to these requests only, and stage their next step for `rows` rows, the rest of them unused."""
+    def max_tiles(self, tokens: int) -> int:
+        return tokens // self._tile_tokens + min(MAX_PREFILLS, tokens // 2) + 1
+
+    def arrange(self, decodes: Sequence[Request], prefills: Sequence[PrefillRow], tokens: int) -> None:
+        """Assign rows to these requests only, and stage their next step of `tokens` tokens, the rest of them unused."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        requests = [*decodes, *(prefill.request for prefill in prefills)]
+        self._moved.clear()
         if requests != self._wanted:
             self._assign_rows(requests)
         self._write_tables()
-        self._write_inputs(rows)
+        self._write_inputs(prefills, min(tokens, self.count), tokens)
 
     def send(self) -> None:
         """Copy the staged inputs to the device."""
@@ -125,6 +167,8 @@ class DecodeRows:
             count = len(self.requests)
             self.tables[:count].copy_(self._staged_tables[:count], non_blocking=True)
             self._is_changed = False
+        if self._sent is not None:
+            self._sent.record()
 
     def _assign_rows(self, requests: Sequence[Request]) -> None:
         self._wanted = list(requests)
@@ -133,44 +177,77 @@ class DecodeRows:
             row, last = self._row.pop(request), self.requests.pop()
             if last is not request:
                 self.requests[row] = last
+                self._moved[row] = self._moved.pop(self._row[last], self._row[last])
                 self._row[last] = row
-                self._resets[row] = -1  # rewrites its table
+                self._written[row] = NOT_WRITTEN
         for request in requests:
             if request not in self._row:
                 self._row[request] = len(self.requests)
-                self._resets[len(self.requests)] = -1
+                self._written[len(self.requests)] = NOT_WRITTEN
                 self.requests.append(request)
 
     def _write_tables(self) -> None:
-        held, resets = self._held, self._resets
+        written = self._written
         for row, request in enumerate(self.requests):
-            blocks = request.blocks
-            if resets[row] != request.resets:
-                resets[row] = request.resets
-                held[row] = 0
+            blocks, (resets, held) = request.blocks, written[row]
+            if resets != request.resets:
+                held = 0
                 self._arrays["temperatures"][row] = request.params.temperature
-            if held[row] != len(blocks):
-                self._table_array[row, held[row] : len(blocks)] = blocks[held[row] :]
-                held[row] = len(blocks)
+            if held != len(blocks):
+                self._table_array[row, held : len(blocks)] = blocks[held:]
+                written[row] = request.resets, len(blocks)
                 self._is_changed = True
 
-    def _write_inputs(self, rows: int) -> None:
+    def _write_inputs(self, prefills: Sequence[PrefillRow], rows: int, tokens: int) -> None:
         requests, arrays = self.requests, self._arrays
         count = len(requests)
-        lengths = np.array([len(request.tokens) for request in requests], dtype=np.int64)
-        positions = lengths - 1
+        ends = np.array([len(request.tokens) for request in requests], dtype=np.int64)
+        ids = np.array([request.tokens[-1] for request in requests], dtype=np.int64)
+        sources = np.arange(count)
+        for row, source in self._moved.items():
+            if row < count:
+                sources[row] = source
+        sources[ids != PENDING] = UNUSED
+        uniforms = self._random.random(count)
+        for row, request in enumerate(requests):
+            if request.params.seed is not None:
+                uniforms[row] = request.uniform()
+        keys = ends.copy()  # of decode tokens
+        unstored: list[int] = []
+        used = count
+        tiles: list[tuple[int, int, int, int, int]] = []
+        for request, start, end, is_stored in prefills:
+            row, length = self._row[request], end - start
+            ids[row], ends[row], keys[row] = request.tokens[end - 1], end, end
+            if not is_stored:
+                unstored.append(row)
+            if length > 1:
+                keys[row] = 0
+                before = np.arange(start, end - 1)
+                own = slice(used, used + length - 1)
+                arrays["ids"][own] = request.tokens[start : end - 1]
+                arrays["positions"][own] = before
+                arrays["slots"][own] = self._table_array[row, before // BLOCK_SIZE] * BLOCK_SIZE + before % BLOCK_SIZE
+                tiles += [(row, first, length, start, used) for first in range(0, length, self._tile_tokens)]
+                used += length - 1
+        positions = ends - 1
         blocks = self._table_array[np.arange(count), positions // BLOCK_SIZE]
-        items, spans = split_into_items(lengths, self.max_items(rows))
+        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots[unstored] = UNUSED
+        items, spans = split_into_items(keys, self.max_items(rows))
         for name, values, default in (
-            ("ids", [request.tokens[-1] for request in requests], 0),
-            ("positions", positions, 0),
-            ("uniforms", [request.uniform() for request in requests], 0.0),
-            ("slots", blocks * BLOCK_SIZE + positions % BLOCK_SIZE, UNUSED),
-            ("lengths", lengths, 0),
+            ("sources", sources, UNUSED),
+            ("uniforms", uniforms, 0.0),
+            ("lengths", ends, 0),
             ("spans", spans, 0),
         ):
             arrays[name][:count] = values
             arrays[name][count:rows] = default
+        for name, values, default in (("ids", ids, 0), ("positions", positions, 0), ("slots", slots, UNUSED)):
+            arrays[name][:count] = values
+            arrays[name][used:tokens] = default
         arrays["temperatures"][count:rows] = 1.0
         arrays["items"][: len(items)] = items
         arrays["items"][len(items) : self.max_items(rows)] = UNUSED
+        arrays["tiles"][: len(tiles)] = tiles or np.zeros((0, 5))
+        arrays["tiles"][len(tiles) : self.max_tiles(tokens)] = UNUSED

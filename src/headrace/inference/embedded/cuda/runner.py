@@ -1,6 +1,9 @@
-"""The runner for GPUs: decode as one CUDA graph, from embedding to sampled token, and prefill in a second forward.
+"""The runner for GPUs: decode and short prefills as one CUDA graph, from embedding to sampled token.
 
-A decode step is one copy to the device, one graph and one copy back. Prefill comes after it, when all shared keys and
+A step is one copy to the device, one graph and one copy back. The graph reads tokens that the last step sampled on the
+device, so that a step can be launched before the output of the last one is read.
+
+Long prefills, prompt logprobs and adapters have a second forward, which comes after the graph, when all shared keys and
 values are stored. Requests that truncate the distribution or want top logprobs are sampled from the same logits by
 torch; those with an adapter, whose hooks change layers, are computed without graph and compiled layers.
 """
@@ -10,25 +13,32 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.inference.embedded.adapters import Adapters
-from headrace.inference.embedded.block_manager import blocks_for
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, blocks_for
 from headrace.inference.embedded.cuda.attention import ATTENTION, Step, current_step
-from headrace.inference.embedded.cuda.attention_kernels import PartialResults
-from headrace.inference.embedded.cuda.compilation import CompiledLayers, DecodeGraphs, batch_sizes
+from headrace.inference.embedded.cuda.attention_kernels import PartialResults, prefill_tile_tokens
+from headrace.inference.embedded.cuda.compilation import (
+    MAX_MIXED_PREFILL,
+    CompiledLayers,
+    StepGraphs,
+    batch_sizes,
+    mixed_sizes,
+)
 from headrace.inference.embedded.cuda.kv_storage import KVStorage
-from headrace.inference.embedded.cuda.rows import DecodeRows
-from headrace.inference.embedded.cuda.sampling_kernels import TileStats, sample_tokens
-from headrace.inference.embedded.cuda.steps import DecodeStep, PrefillStep, can_flash
+from headrace.inference.embedded.cuda.rows import MAX_PREFILLS, PrefillRow, StepRows
+from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, sample_tokens
+from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, StepShape, can_flash, join_chunks
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.runner import (
-    NO_OUTPUT,
     PADDED_PREFILL_TOKENS,
     StepOutput,
     find_logit_rows,
@@ -37,14 +47,16 @@ from headrace.inference.embedded.runner import (
     top_alternatives,
 )
 from headrace.inference.embedded.sampling import sample
-from headrace.inference.embedded.scheduler import Chunk, StepPlan
+from headrace.inference.embedded.scheduler import CHUNK_TOKENS, Chunk, StepPlan
 
 log = logging.getLogger(__name__)
 
 FLASH_PREFILL_TOKENS = 16384
-"""Prefill budget of a step: fewer tokens do not keep a GPU busy."""
-MAX_WAIT_STEPS = 8
-"""Batching delay: prefill launches its kernels one by one, which takes as long as several graphs."""
+"""Prefill budget of a step without graphs: fewer tokens do not keep a GPU busy."""
+GRAPHED_PREFILL_TOKENS = MAX_MIXED_PREFILL - CHUNK_TOKENS
+"""The same with graphs. A chunk is rounded up, and graphs compute what fits into them."""
+MAX_WAIT_STEPS = 4
+"""Batching delay: a step with prefill takes up to a fifth longer than one without."""
 
 
 class CudaRunner:
@@ -60,6 +72,7 @@ class CudaRunner:
         max_model_len: int,
         compile: bool,
         graphs: bool,
+        seed: int = 0,
     ) -> None:
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config()
@@ -76,50 +89,95 @@ class CudaRunner:
         self._flash = can_flash(model.dtype, dim, self._device, getattr(config, "attn_logit_softcapping", None))
         self._sizes = batch_sizes(max_running)
         largest = self._sizes[-1]
-        self._rows = DecodeRows(largest, blocks_for(max_model_len), key_heads, self._device)
+        self._mixed_sizes = mixed_sizes(largest)
+        self._rows = StepRows(
+            largest,
+            self._mixed_sizes[-1],
+            blocks_for(max_model_len),
+            key_heads,
+            prefill_tile_tokens(heads, key_heads),
+            self._device,
+            seed,
+        )
+        self._row_numbers = torch.arange(largest, device=self._device)
         self._partial = PartialResults.allocate(self._rows.max_items(largest), heads, dim, self._device)
         self._tiles = TileStats.allocate(largest, vocab, self._device)
         self._largest = largest
         self._sampled = torch.zeros(2, 2 * largest, dtype=torch.float64, device=self._device)
-        """Tokens and logprobs: of decode in the first half, of prefill in the second."""
-        self._sampled_on_host = torch.zeros(2, 2 * largest, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        """Tokens and logprobs: by row in the first half, of long prefills in the second."""
+        self._host_outputs = deque(self._make_host_output() for _ in range(2))
+        """Memory for the sampled tokens of two steps, and when it was last written."""
         self._layers = CompiledLayers(model) if compile else None
-        self._graphs = DecodeGraphs(self._decode) if graphs else None
+        self._graphs = StepGraphs(self._compute) if graphs else None
         with torch.inference_mode():
             self._warm_up()
 
-    def run(self, plan: StepPlan, unverified_blocks: list[int]) -> StepOutput:
+    def _make_host_output(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        on_gpu = self._device.type == "cuda"
+        memory = torch.zeros(self._sampled.shape, dtype=torch.float64, pin_memory=on_gpu)
+        return memory, torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> CudaStep:
         self._storage.clear_blocks(unverified_blocks)
         unverified_blocks.clear()
-        decodes = [chunk.request for chunk in plan.chunks if chunk.is_decode and chunk.request.adapter is None]
-        others = []
-        if len(decodes) < len(plan.chunks):
+        decodes, prefills, others = self._split(plan)
+        parts: list[SampledPart] = []
+        if decodes or prefills:
+            logits = self._run_rows(decodes, prefills)
+            requests = list(self._rows.requests)
+            incomplete = {prefill.request for prefill in prefills if prefill.end < len(prefill.request.tokens)}
+            rows = [row for row, request in enumerate(requests) if request not in incomplete]
+            parts.append(SampledPart([requests[row] for row in rows] if incomplete else requests, rows, logits, 0))
+        if others:
+            requests, prefill_logits = self._prefill(plan, others)
+            if prefill_logits is not None:
+                parts.append(SampledPart(requests, range(len(requests)), prefill_logits, self._largest))
+        host, copied = self._host_outputs[0]
+        self._host_outputs.rotate()
+        host.copy_(self._sampled, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        is_plain = not others and all(request.is_plain for part in parts for request in part.requests)
+        return CudaStep(parts, host, copied, allows_next=is_plain)
+
+    def _split(self, plan: StepPlan) -> tuple[list[Request], list[PrefillRow], list[Chunk]]:
+        """Return decodes and prefills that are computed together, and chunks that need a forward of their own.
+
+        Prefills are all of one kind, since they may share blocks that this step computes.
+        """
+        if any(request.adapter is not None for request in plan.decodes):
             others = [chunk for chunk in plan.chunks if not chunk.is_decode or chunk.request.adapter is not None]
-        logits = self._run_decode(decodes) if decodes else None
-        prefilled, prefill_logits = self._prefill(plan, others) if others else ([], None)
-        if logits is None and prefill_logits is None:
-            return NO_OUTPUT
-        self._sampled_on_host.copy_(self._sampled, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        output = NO_OUTPUT if logits is None else self._output(self._rows.requests, logits, 0)
-        if prefill_logits is None:
-            return output
-        return _concatenate(output, self._output(prefilled, prefill_logits, self._largest))
+            return [request for request in plan.decodes if request.adapter is None], [], others
+        decodes, others = plan.decodes, plan.prefills
+        if any(chunk.request.adapter is not None or chunk.request.lacks_prompt_logprobs for chunk in others):
+            return decodes, [], others
+        prefills = [PrefillRow(*chunk[:3]) for chunk in join_chunks(others)]
+        for _, second in plan.duplicates:  # its full blocks are those of the first request
+            end = len(second.tokens)
+            start = min(end - 1, end // BLOCK_SIZE * BLOCK_SIZE)
+            prefills.append(PrefillRow(second, start, end, is_stored=end % BLOCK_SIZE > 0))
+        tokens = len(decodes) + sum(prefill.end - prefill.start for prefill in prefills)
+        if tokens > self._mixed_sizes[-1] or len(prefills) > MAX_PREFILLS:
+            return decodes, [], others
+        return decodes, prefills, []
 
-    def _run_decode(self, requests: list[Request]) -> Tensor:
-        """Return [request, vocabulary] logits in the order of rows."""
-        size = next(size for size in self._sizes if size >= len(requests))
-        self._rows.arrange(requests, size)
+    def _run_rows(self, decodes: Sequence[Request], prefills: Sequence[PrefillRow]) -> Tensor:
+        """Return the logits of each row that is sampled."""
+        tokens = len(decodes) + sum(prefill.end - prefill.start for prefill in prefills)
+        sizes = self._mixed_sizes if prefills else self._sizes
+        shape = StepShape(next(size for size in sizes if size >= tokens), bool(prefills))
+        self._rows.arrange(decodes, prefills, shape.tokens)
         self._rows.send()
-        return self._decode(size) if self._graphs is None else self._graphs.run(size)
+        return self._compute(shape) if self._graphs is None else self._graphs.run(shape)
 
-    def _decode(self, size: int) -> Tensor:
+    def _compute(self, shape: StepShape) -> Tensor:
         """Compute what a graph captures: from the rows' inputs to tokens; returns logits by row."""
-        step = DecodeStep(self._rows, size, self._partial)
+        step = GraphedStep(self._rows, shape, self._partial)
+        feed_tokens(step.ids, step.sources, self._sampled)
         self._adapters.prepare([], step.ids)  # these tokens have no adapter
-        logits = self._forward(step, step.ids, step.positions, plain=False)
-        sample_tokens(logits, step.temperatures, step.uniforms, self._sampled[:, :size], self._tiles)
+        kept = self._row_numbers[: step.num_rows] if step.num_rows < shape.tokens else 0
+        logits = self._forward(step, step.ids, step.positions, kept, plain=False)
+        sample_tokens(logits, step.temperatures, step.uniforms, self._sampled[:, : step.num_rows], self._tiles)
         return logits
 
     def _prefill(self, plan: StepPlan, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor | None]:
@@ -128,7 +186,8 @@ class CudaRunner:
         rows, scored, last = find_logit_rows(step.chunks)
         self._adapters.prepare(step.chunks, step.ids)
         plain = any(chunk.request.adapter is not None for chunk in chunks)
-        logits = self._forward(step, step.ids, step.positions, rows, plain=plain)
+        kept = torch.tensor(rows, dtype=torch.long, device=self._device)
+        logits = self._forward(step, step.ids, step.positions, kept, plain=plain)
         requests, logits = finish_prefill(plan, scored, last, logits, self._storage.copy_blocks)
         if not requests:
             return [], None
@@ -139,43 +198,26 @@ class CudaRunner:
         sample_tokens(logits, temperatures, uniforms, self._sampled[:, self._largest :], self._tiles)
         return requests, logits
 
-    def _forward(
-        self, step: Step, ids: Tensor, positions: Tensor, rows: list[int] | None = None, *, plain: bool
-    ) -> Tensor:
-        """Return the logits of `rows`, or of all; `plain` runs layers uncompiled."""
-        kept: int | Tensor = 0 if rows is None else torch.tensor(rows, dtype=torch.long, device=self._device)
+    def _forward(self, step: Step, ids: Tensor, positions: Tensor, kept: int | Tensor, *, plain: bool) -> Tensor:
+        """Return the logits of the tokens `kept`, 0 for all; `plain` runs layers uncompiled."""
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": kept, "use_cache": False}
         layers = None if plain or len(ids) == 1 else self._layers  # one token would need a program of its own
         with current_step(step), nullcontext() if layers is None else layers.compiled():
             logits: Tensor = self._model(**inputs).logits[0]
         return logits
 
-    def _output(self, requests: Sequence[Request], logits: Tensor, begin: int) -> StepOutput:
-        """Return the tokens sampled to column `begin` and after; torch samples for requests that truncate."""
-        tokens, logprobs = self._sampled_on_host[:, begin : begin + len(requests)].tolist()
-        log_masses = None
-        truncating = [row for row, request in enumerate(requests) if request.truncated_logprobs is not None]
-        if truncating:
-            own = [requests[row] for row in truncating]
-            sampled = sample(logits[truncating], [each.params for each in own], [each.uniform() for each in own])
-            log_masses = [0.0] * len(requests)
-            columns = torch.stack([column.double() for column in sampled if column is not None], 1)
-            for row, values in zip(truncating, columns.tolist(), strict=True):
-                tokens[row], logprobs[row], log_masses[row] = values
-        return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits))
-
     def _warm_up(self) -> None:
-        """Run decode without requests: compile layers and capture graphs, or fall back with a warning."""
+        """Run steps without requests: compile layers and capture graphs, or fall back with a warning."""
         # About the usual size, since kernels are tuned for it, but not a size of the model, which the compiler would
         # take for the same dimension.
-        size = max(self._sizes[0], self._largest - 1)
-        self._rows.arrange([], size)
+        shape = StepShape(max(self._sizes[0], self._largest - 1), has_prefill=False)
+        self._rows.arrange([], [], shape.tokens)
         self._rows.send()
         obstacle = None
         if self._layers is not None:
             start = time.monotonic()
             try:
-                self._decode(size)
+                self._compute(shape)
             except (torch.AcceleratorError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -183,26 +225,29 @@ class CudaRunner:
                 self._layers = None
             else:
                 log.info("layers compiled in %.1f s", time.monotonic() - start)
-        self._decode(size)  # raises if the compiler was not the problem
+        self._compute(shape)  # raises if the compiler was not the problem
         if obstacle is not None:
             log.warning("layers run uncompiled, which is slower: they cannot be compiled: %s", obstacle)
         if self._graphs is not None:
-            self._check_capturable(size)
+            self._check_capturable(shape)
         if self._graphs is not None:
             start = time.monotonic()
-            self._rows.arrange([], self._largest)
+            shapes = [StepShape(size, has_prefill=False) for size in self._sizes]
+            shapes += [StepShape(size, has_prefill=True) for size in self._mixed_sizes]
+            shapes.sort(reverse=True)
+            self._rows.arrange([], [], shapes[0].tokens)
             self._rows.send()
-            self._graphs.capture(self._sizes)
-            log.info("decode steps of %d sizes captured in %.1f s", len(self._sizes), time.monotonic() - start)
+            self._graphs.capture(shapes)
+            log.info("steps of %d shapes captured in %.1f s", len(shapes), time.monotonic() - start)
 
-    def _check_capturable(self, size: int) -> None:
+    def _check_capturable(self, shape: StepShape) -> None:
         """Disable graphs if a step synchronizes with the GPU: a failed capture cannot be undone."""
         before = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings():  # of the prototype feature itself
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
-            self._decode(size)
+            self._compute(shape)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -213,6 +258,8 @@ class CudaRunner:
 
     @property
     def max_prefill_tokens(self) -> int:
+        if self._graphs is not None:
+            return GRAPHED_PREFILL_TOKENS
         return FLASH_PREFILL_TOKENS if self._flash else PADDED_PREFILL_TOKENS
 
     @property
@@ -230,14 +277,63 @@ class CudaRunner:
         self._storage.restore()
 
 
-def _concatenate(first: StepOutput, second: StepOutput) -> StepOutput:
-    log_masses = None
-    if first.log_masses is not None or second.log_masses is not None:
-        log_masses = [mass for each in (first, second) for mass in each.log_masses or [0.0] * len(each.requests)]
-    return StepOutput(
-        [*first.requests, *second.requests],
-        [*first.tokens, *second.tokens],
-        [*first.logprobs, *second.logprobs],
-        log_masses,
-        {**first.alternatives, **second.alternatives},
-    )
+class SampledPart(NamedTuple):
+    """Requests that one forward sampled for."""
+
+    requests: Sequence[Request]
+    rows: Sequence[int]
+    """Each one's row of the logits."""
+    logits: Tensor
+    begin: int
+    """Column of the first row's token and logprob among the sampled ones."""
+
+    def output(self, sampled: Tensor) -> StepOutput:
+        """Return the tokens in `sampled`; torch samples for requests that truncate."""
+        requests = self.requests
+        columns = sampled.numpy()[:, [self.begin + row for row in self.rows]]
+        tokens, logprobs = columns[0].astype(np.int64).tolist(), columns[1].tolist()
+        if all(request.is_plain for request in requests):
+            return StepOutput(requests, tokens, logprobs, None, {})
+        logits = self.logits[list(self.rows)]
+        log_masses = None
+        truncating = [row for row, request in enumerate(requests) if request.truncated_logprobs is not None]
+        if truncating:
+            own = [requests[row] for row in truncating]
+            drawn = sample(logits[truncating], [each.params for each in own], [each.uniform() for each in own])
+            log_masses = [0.0] * len(requests)
+            drawn_columns = torch.stack([column.double() for column in drawn if column is not None], 1)
+            for row, (token, logprob, log_mass) in zip(truncating, drawn_columns.tolist(), strict=True):
+                tokens[row], logprobs[row], log_masses[row] = int(token), logprob, log_mass
+        return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits))
+
+
+class CudaStep(NamedTuple):
+    """A step in the GPU's queue."""
+
+    parts: list[SampledPart]
+    host: Tensor
+    """Gets the sampled tokens and logprobs."""
+    copied: torch.cuda.Event | None
+    """When `host` has them."""
+    allows_next: bool
+
+    @property
+    def sampling(self) -> Sequence[Request]:
+        return [request for part in self.parts for request in part.requests]
+
+    def output(self) -> StepOutput:
+        if self.copied is not None:
+            self.copied.synchronize()
+        outputs = [part.output(self.host) for part in self.parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        log_masses = None
+        if any(output.log_masses is not None for output in outputs):
+            log_masses = [mass for each in outputs for mass in each.log_masses or [0.0] * len(each.requests)]
+        return StepOutput(
+            [request for each in outputs for request in each.requests],
+            [token for each in outputs for token in each.tokens],
+            [logprob for each in outputs for logprob in each.logprobs],
+            log_masses,
+            {request: top for each in outputs for request, top in each.alternatives.items()},
+        )

@@ -71,6 +71,20 @@ def sample_tokens(
     )
 
 
+def feed_tokens(ids: Tensor, sources: Tensor, chosen: Tensor) -> None:
+    """Set each id whose source is not negative to the token that `sample_tokens` chose for the row `source`."""
+    width = triton.next_power_of_2(len(sources))
+    _feed_tokens[(1,)](ids, sources, chosen, len(sources), WIDTH=width, num_warps=4)
+
+
+@triton.jit
+def _feed_tokens(ids, sources, chosen, count, WIDTH: tl.constexpr):
+    row = tl.arange(0, WIDTH)
+    source = tl.load(sources + row, mask=row < count, other=-1)
+    token = tl.load(chosen + source, mask=source >= 0, other=0.0)
+    tl.store(ids + row, token.to(tl.int64), mask=source >= 0)
+
+
 @triton.jit
 def _reduce_tiles(
     logits,

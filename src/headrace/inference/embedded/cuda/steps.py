@@ -1,8 +1,8 @@
 """The attention of the two kinds of forwards on a GPU.
 
-`DecodeStep`: the last token of each request, with the paged kernel; it reads only fixed tensors, so that it can be
-captured as a CUDA graph. `PrefillStep`: chunks of prompts, with torch's varlen flash attention where it supports the
-model, and otherwise, as on a CPU, in padded groups over gathered blocks.
+`GraphedStep`: decode tokens and short prefills, with the paged kernels; it reads only fixed tensors, so that it can be
+captured as a CUDA graph. `PrefillStep`: long prefills, with torch's varlen flash attention where it supports the model,
+and otherwise, as on a CPU, in padded groups over gathered blocks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from headrace.inference.embedded.batch import AttentionGroup, Batch, make_batch
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
 from headrace.inference.embedded.cuda.attention import KVPair
-from headrace.inference.embedded.cuda.attention_kernels import PartialResults, decode_attention
-from headrace.inference.embedded.cuda.rows import DecodeRows
+from headrace.inference.embedded.cuda.attention_kernels import PartialResults, decode_attention, prefill_attention
+from headrace.inference.embedded.cuda.rows import StepRows
 from headrace.inference.embedded.kv_cache import attend_in_group, gather_blocks
 from headrace.inference.embedded.scheduler import Chunk
 
@@ -31,35 +31,47 @@ MAX_GATHERED_KEYS = 1 << 17
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-class DecodeStep:
-    """One token of each of the first `count` rows."""
+class StepShape(NamedTuple):
+    """What a CUDA graph fixes of a step."""
 
-    def __init__(self, rows: DecodeRows, count: int, partial: PartialResults) -> None:
-        inputs = rows.inputs
-        self.ids, self.positions = inputs.ids[:count], inputs.positions[:count]
+    tokens: int
+    has_prefill: bool
+    """Whether some requests have several tokens."""
+
+
+class GraphedStep:
+    """Decode tokens and, if the shape has them, short prefills: the inputs that `rows` sent to the device."""
+
+    def __init__(self, rows: StepRows, shape: StepShape, partial: PartialResults) -> None:
+        inputs, tokens = rows.inputs, shape.tokens
+        self.num_rows = count = min(tokens, rows.count)
+        """Rows that are sampled: the first ones."""
+        self.ids, self.positions, self.slots = inputs.ids[:tokens], inputs.positions[:tokens], inputs.slots[:tokens]
+        self.sources = inputs.sources[:count]
         self.temperatures, self.uniforms = inputs.temperatures[:count], inputs.uniforms[:count]
-        self.slots = inputs.slots[:count]
         self._tables, self._lengths = rows.tables[:count], inputs.lengths[:count]
         self._items, self._spans = inputs.items[: rows.max_items(count)], inputs.spans[:count]
+        self._tiles = inputs.tiles[: rows.max_tiles(tokens)] if shape.has_prefill else None
         self._partial = partial
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KVPair, *, scaling: float, window: int, softcap: float
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        settings: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
         decode_attention(
-            query,
+            query[: self.num_rows],
             *cache,
             self._tables,
             self._lengths,
             self._items,
             self._spans,
             self._partial,
-            output,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
+            output[: self.num_rows],
+            **settings,
         )
+        if self._tiles is not None:  # after the other kernel, which clears the rows that have no decode token
+            prefill_attention(query, *cache, self._tables, self._tiles, output, **settings)
         return output
 
 
@@ -104,7 +116,7 @@ class PrefillStep:
         self.groups: list[AttentionGroup] = []
         self.calls: list[_VarlenCall] = []
         if flash:
-            self.chunks = _join(chunks)
+            self.chunks = join_chunks(chunks)
             self._lay_out(device)
         else:
             batch: Batch = make_batch(chunks, device, dtype)
@@ -172,8 +184,8 @@ def can_flash(dtype: torch.dtype, dim: int, device: torch.device, softcap: float
     )
 
 
-def _join(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Join consecutive chunks of a request, which flash attention need not compute separately."""
+def join_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Join consecutive chunks of a request, which only the CPU's attention computes separately."""
     joined: list[Chunk] = []
     for chunk in chunks:
         if joined and joined[-1].request is chunk.request and joined[-1].end == chunk.start:
