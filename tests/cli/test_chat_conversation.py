@@ -143,5 +143,5 @@ def test_keys_of_a_started_server_are_written_as_in_a_run_file():
         "vllm",
         "--max_model_len=64",
     ]
-    with pytest.raises(BadInput, match=r"--trainer\.lr: .* written --inference\.KEY"):
+    with refused(BadInput, key="--trainer.lr"):
         read_overrides(["--trainer.lr", "1"])

@@ -14,6 +14,7 @@ from headrace.cli.check_algorithm import read_section
 from headrace.cli.main import main, parse
 from headrace.config.base import ConfigError
 from headrace.errors import BadInput
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "custom-algorithm"
@@ -115,27 +116,26 @@ def test_a_run_file_or_its_section_alone_configures_it(tmp_path: Path):
     assert changed["length_penalty"] == {"type": "linear", "coef": 0.5}
     assert read_section("echo", section, []) == {"type": "echo", "normalize": "std"}
     assert read_section("echo", short, []) == {"type": "echo"}
-    with pytest.raises(ConfigError, match=r"run\.toml: type is 'grpo', but 'echo' is to be checked"):
+    with refused(ConfigError, file=run, key="type", value="grpo"):
         read_section("echo", run, [])
-    with pytest.raises(ConfigError) as refused:
+    with refused(ConfigError, key="--trainer.lr"):
         read_section("grpo", None, ["--trainer.lr", "1"])
-    assert refused.value.key == "--trainer.lr"
 
 
 def test_an_environment_of_a_run_file_has_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     mixed = REPOSITORY / "examples" / "algorithms" / "mixed.toml"
-    with pytest.raises(ConfigError, match=r"mixed\.toml: only environments have an algo here; write --env long"):
+    with refused(ConfigError, file=mixed, key="algo"):
         read_section("opd", mixed, [])
     assert read_section("opd", mixed, [], "long")["teacher"]["name"] == "teacher"
     assert read_section("grpo", mixed, [], "short") == {"type": "grpo"}
-    with pytest.raises(ConfigError, match=r"--env lnog: .* has no such environment to train on; it has short, long"):
+    with refused(ConfigError, key="--env", value="lnog"):
         read_section("opd", mixed, [], "lnog")
     both = tmp_path / "both.yaml"
     both.write_text("orchestrator:\n  algo: echo\n  train: {env: [{id: a, advantage: max_rl}, {id: b}]}\n")
     assert read_section("echo", both, []) == read_section("echo", both, [], "b") == {"type": "echo"}
     assert read_section("max_rl", both, [], "a") == {"type": "max_rl"}
     assert main(["check-algorithm", "opd", "--env", "long"]) == 2
-    assert "--env long: of which run? Name its file with --config" in capsys.readouterr().err
+    assert '--env = "long": ' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["opd", "sft"])
@@ -165,12 +165,12 @@ def test_a_file_that_cannot_be_imported_is_refused_with_the_place(mine: str):
     with pytest.raises(BadInput, match="no attribute 'nothing'"):
         read_section(f"{mine}:Half", None, [])
     Path(mine).write_text("import json\n1 / 0\n")
-    with pytest.raises(BadInput, match=r"cannot be imported: ZeroDivisionError: .*mine_.*\.py:2\)"):
+    with pytest.raises(BadInput, match=r"ZeroDivisionError: .*mine_.*\.py:2\)"):
         read_section(f"{mine}:Half", None, [])
 
 
 def test_a_file_without_a_name_is_refused(mine: str):
-    with pytest.raises(BadInput, match=r"which algorithm of it\? Write .*:Name"):
+    with refused(BadInput, file=Path(mine)):
         read_section(mine, None, [])
 
 

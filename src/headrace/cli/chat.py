@@ -50,7 +50,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     overrides = read_overrides(arguments.overrides)
     question = arguments.message if sys.stdin.isatty() or arguments.message is not None else _read_stdin()
     if question is not None and not question.strip():
-        raise BadInput("there is nothing to ask: --message or the standard input is empty")
+        raise BadInput("the question is empty", key="--message", fix="Give a text, or write one to the standard input.")
     with _connect(arguments.target, overrides, arguments.api_key_var) as server:
         session = Session(server, _choose_model(server, arguments.model), conversation)
         if question is not None:
@@ -80,7 +80,7 @@ def read_overrides(dotted: list[str]) -> list[str]:
     """Return the overrides of `headrace serve` from keys that are written as in a run file."""
     for word in dotted:
         if word.startswith("--") and not word.startswith(PREFIX):
-            raise BadInput(f"{word}: of a server that is started for a chat, keys are written {PREFIX}KEY")
+            raise BadInput("not a key of the server that is started", key=word, fix=f"Write keys as {PREFIX}KEY.")
     return [f"--{word.removeprefix(PREFIX)}" if word.startswith(PREFIX) else word for word in dotted]
 
 
@@ -90,7 +90,7 @@ def _choose_model(server: ChatClient, name: str | None) -> ModelEntry:
         if name in (None, model.id):
             return model
     served = ", ".join(model.id for model in models) or "none"
-    raise BadInput(f"{server.address} does not serve {name or 'any model'}; its models are: {served}")
+    raise BadInput(f"not served by {server.address}", key="--model", value=name, fix=f"Its models: {served}.")
 
 
 def _print_answer(session: Session, question: str) -> None:
@@ -107,5 +107,5 @@ def _read_stdin() -> str:
         text = sys.stdin.read()
         text.encode()  # some locales decode invalid UTF-8 to surrogates
     except UnicodeError as error:
-        raise BadInput("the standard input is not UTF-8 text") from error
+        raise BadInput("not UTF-8 text", key="standard input") from error
     return text

@@ -51,12 +51,12 @@ def read_section(algorithm: str, file: Path | None, overrides: list[str], env: s
         section = _section_of(read_file(file), file, env)
         add_code_folders([file])  # as a run does
     elif env is not None:
-        raise ConfigError(f"--env {env}: of which run? Name its file with --config")
+        raise ConfigError("no run file is given", key="--env", value=env, fix="Name it with --config FILE.")
     put_algorithm_keys(section, overrides)
     named = _named(algorithm)
     for key, value in named.items():
         if section.get(key, value) != value:
-            raise ConfigError(f"{file or 'command line'}: {key} is {section[key]!r}, but {value!r} is to be checked")
+            raise ConfigError(f"{value!r} is to be checked", key=key, value=section[key], file=file or "command line")
     return {**section, **named}
 
 
@@ -65,15 +65,19 @@ def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
     of_run = tree.get("orchestrator")
     if not isinstance(of_run, dict):
         if env is not None:
-            raise ConfigError(f"--env {env}: {file} has no [orchestrator]")
+            raise ConfigError(f"{file} has no [orchestrator]", key="--env", value=env)
         return tree
     envs = {entry.get("name") or entry.get("id"): _algo(entry) for entry in of_run.get("train", {}).get("env", [])}
     if env is not None and env not in envs:
-        raise ConfigError(f"--env {env}: {file} has no such environment to train on; it has {', '.join(envs)}")
+        raise ConfigError(
+            f"{file} has no such environment to train on", key="--env", value=env, fix=f"It has {', '.join(envs)}."
+        )
     own = [name for name, section in envs.items() if section is not None]
     section = _algo(of_run)
     if env is None and section is None and own:
-        raise ConfigError(f"{file}: only environments have an algo here; write --env {' or --env '.join(own)}")
+        raise ConfigError(
+            "only environments have an algo here", file=file, key="algo", fix=f"Write --env {' or --env '.join(own)}."
+        )
     return (envs[env] if env is not None else None) or section or {}
 
 
@@ -93,6 +97,6 @@ def _named(algorithm: str) -> Tree:
         raise
     except Exception as error:
         fault = fault_of(error)
-        raise BadInput(f"algorithm {path!r} cannot be imported: {fault.text} ({fault.place})") from error
+        raise BadInput(f"cannot be imported: {fault.text} ({fault.place})", key="algorithm", value=path) from error
     is_function = callable(found) and not isinstance(found, type)
     return {"type": "custom", "import_path": path} if is_function else {"type": path}

@@ -85,9 +85,9 @@ def importable(given: str, what: str) -> str:
         return given
     path = Path(file)
     if not path.is_file():
-        raise BadInput(f"{path}: no such file")
+        raise BadInput("no such file", file=path)
     if not (separator and name):
-        raise BadInput(f"{path}: which {what} of it? Write {path}:Name")
+        raise BadInput(f"the {what} in it is not named", file=path, fix=f"Write {path}:NAME.")
     sys.path.insert(0, str(path.resolve().parent))
     return f"{path.stem}:{name}"
 

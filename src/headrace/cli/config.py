@@ -35,7 +35,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     kind = kind_of(files) or RunConfig
     if key is None:
         if not files:
-            raise BadInput("which run file? headrace config FILE, or headrace config --explain KEY")
+            raise BadInput("no file is given", key="FILE", fix="Name a run file, or a key: --explain KEY.")
         config, notices = load(kind, files)
         print("".join(f"# {notice}\n" for notice in notices) + dump(config), end="")
     elif _is_hackable_key(key) and not find(RunConfig, key):

@@ -40,6 +40,8 @@ FILES = {
     "{name}_sft.toml": "sft.toml.template",
 }
 
+OTHER_NAME = "Choose another name."
+
 
 def configure_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["environment"], help="what to write")
@@ -56,12 +58,12 @@ def configure_new(parser: argparse.ArgumentParser) -> None:
 def run_new(arguments: argparse.Namespace) -> int:
     name = module_name(arguments.name)
     if class_name(name, arguments.kind) in names_in_use(arguments.kind):
-        raise BadInput(f"the skeleton uses the name {class_name(name, arguments.kind)!r} itself: choose another name")
+        raise BadInput("the skeleton uses this name itself", key="NAME", value=arguments.name, fix=OTHER_NAME)
     files = skeleton(name, arguments.kind)
     directory: Path = arguments.dir
     there = [str(directory / file) for file in files if (directory / file).exists()]
     if there:
-        raise BadInput(f"{', '.join(there)} exists already: choose another name, or remove it")
+        raise BadInput("exists already", file=", ".join(there), fix="Choose another name, or remove it.")
     directory.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         (directory / file).write_text(text)
@@ -102,9 +104,11 @@ def module_name(given: str) -> str:
     """Return a module name: `my_env` for `my-env` and `MyEnv`."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]+", "_", given).lower()
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise BadInput(f"{given!r} cannot be the name of a module: use letters, digits and -, a letter first")
+        raise BadInput(
+            "cannot be the name of a module", key="NAME", value=given, fix="Use letters, digits and -, a letter first."
+        )
     if importlib.util.find_spec(name) is not None:
-        raise BadInput(f"there is a module {name!r} already: choose another name")
+        raise BadInput(f"there is a module {name} already", key="NAME", value=given, fix=OTHER_NAME)
     return name
 
 

@@ -104,7 +104,9 @@ def read_options(args: str, overrides: list[str]) -> ProbeConfig:
     try:
         tree: Tree = {"args": json.loads(args)}
     except ValueError as error:
-        raise ConfigError(f"--args is not JSON: {error}; or give them one by one, --args.key value") from error
+        raise ConfigError(
+            f"not JSON: {error}", key="--args", value=args, fix="Or give them one by one: --args.KEY VALUE."
+        ) from error
     for key, value in parse_overrides(overrides):
         put(tree, key, value)
     return validate(ProbeConfig, tree, "command line")[0]

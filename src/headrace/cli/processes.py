@@ -125,7 +125,10 @@ def configure_trainer(parser: argparse.ArgumentParser) -> None:
 def run_trainer(arguments: argparse.Namespace) -> int:
     if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise BadRequest(
-            "--sharing: one rank alone can share its device with servers; leave out --sharing, or the other ranks"
+            "only a single rank can share its device with servers",
+            key="--sharing",
+            value=arguments.sharing,
+            fix="Leave out --sharing, or start one rank.",
         )
     config = read_run(arguments.run)
     run = run_directory(config)
@@ -194,6 +197,9 @@ def _check_resume(directory: Path, resume: str | None) -> str | None:
         return None
     if plan_directory(directory, resume, clean=False).fork_of is not None:
         raise BadRequest(
-            f"--resume {resume}: not the newest checkpoint of {directory}; to go back to it, use headrace rl or sft"
+            f"not the newest checkpoint of {directory}",
+            key="--resume",
+            value=resume,
+            fix="To go back to it, use headrace rl or headrace sft.",
         )
     return LATEST

@@ -61,7 +61,7 @@ def run_rescore(arguments: argparse.Namespace) -> int:
         outcome = asyncio.run(rescore_run(altered.orchestrator, files, steps, env, progress, penalties, journal))
     if not outcome.comparison.rollouts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items()) or "there were none"
-        raise BadInput(f"no rollout of these steps was credited with its group: {reasons}")
+        raise BadInput(f"no rollout was credited with its group: {reasons}", key="--steps", value=_format_steps(steps))
     is_own = before == after and not penalties
     labels = describe_all(before, {}), describe_all(after, penalties)
     title = f"{run.root.resolve().name}: credit of {_format_steps(steps)}"
@@ -84,13 +84,15 @@ def _choose_steps(files: RolloutFiles, span: tuple[int | None, int | None]) -> l
     """Return the saved steps in `span`; raises `BadInput` if there are none."""
     saved = files.steps()
     if not saved:
-        raise BadInput(f"{files.directory} holds no rollouts: a run saves those of every step there; has it begun?")
+        raise BadInput("no rollouts are saved here; a run saves those of every step", file=files.directory)
     first, last = span
     chosen = [step for step in saved if (first is None or step >= first) and (last is None or step <= last)]
     if not chosen:
         raise BadInput(
-            f"{files.directory} has none of these steps, but {_format_steps(saved)}: a run keeps the newest "
-            "orchestrator.keep_rollouts steps"
+            f"{files.directory} has {_format_steps(saved)}",
+            key="--steps",
+            value=f"{'' if first is None else first}:{'' if last is None else last}",
+            fix="A run keeps the newest orchestrator.keep_rollouts steps.",
         )
     return chosen
 

@@ -126,8 +126,9 @@ def starting_model(run: RunDir, base: str | None) -> str | None:
         return str(run.final_model)
     if not lasting and run.latest_checkpoint_step() and not in_use(run.root):  # the trainer of a running run has them
         raise BadInput(
-            f"{run.root} was stopped, and its weights are in its checkpoints alone: write them with "
-            f"`headrace export {run.root} DIR`, and serve DIR"
+            "the run was stopped, and only its checkpoints have its weights",
+            file=run.root,
+            fix=f"Write a model with `headrace export {run.root} DIR`, and serve DIR.",
         )
     return base
 

@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         record = read_record(directory)
         if not record.plan:
-            raise BadInput(f"{directory} has no sweep: start one by leaving --report out")
+            raise BadInput("no sweep was started here", file=directory, fix="Leave out --report to start one.")
         _report(directory, record, sweep, arguments.format)
         return 0
     evaluation = None
@@ -119,11 +119,13 @@ def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> arg
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"{file}: eval: {message}")
+            raise ConfigError(message, file=file, key="eval")
 
     for key in table:
         if key in NOT_IN_FILE:
-            raise ConfigError(f"{file}: eval.{key}: the final models are evaluated, into the sweep's folder")
+            raise ConfigError(
+                "the final models are evaluated, into the sweep's directory", file=file, key=f"eval.{key}"
+            )
     parser = Parser(allow_abbrev=False, add_help=False)
     eval_command.configure_eval(parser)
     words = [word for key, value in table.items() for word in _option(key, value)]

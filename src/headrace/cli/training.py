@@ -158,8 +158,11 @@ def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
         folder = Path(file).parent
         if Path(file) == RunDir(folder).config and is_run(folder) and folder.resolve() != output_dir.resolve():
             raise BadRequest(
-                f"{file} is of a run in {output_dir}, and lies in {folder}: was that copied or moved? "
-                f"Say which is meant: --output_dir {folder}, or --output_dir {output_dir}"
+                "the run file is in another directory, that of a copied or moved run",
+                file=file,
+                key="output_dir",
+                value=str(output_dir),
+                fix=f"Choose one: --output_dir {folder}, or --output_dir {output_dir}.",
             )
 
 

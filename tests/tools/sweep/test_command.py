@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--eval.env", "x", "--eval.checkpoints", "final"], "eval.checkpoints: the final models are evaluated"),
         (["--eval.env", "x", "--eval.samples", "2"], "--samples = 2"),
         (["--gpus_per_run", "0"], "gpus_per_run"),
-        (["--report"], "out has no sweep: start one by leaving --report out"),
+        (["--report"], "headrace: out: "),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

@@ -63,7 +63,7 @@ class _ChoiceDelta(GenerateChoice, omit_defaults=True):
 def check_flat_logprobs(body: GenerateBody) -> None:
     """Raise `InvalidRequest` if `flat_logprobs` cannot carry what is requested."""
     if body.flat_logprobs and (body.stream or body.sampling_params.logprobs != 0):
-        raise InvalidRequest("flat_logprobs: only for sampling_params.logprobs = 0, and not for streams")
+        raise InvalidRequest("only for sampling_params.logprobs = 0, and not for streams", key="flat_logprobs")
 
 
 def whole_response(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:
