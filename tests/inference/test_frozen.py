@@ -155,7 +155,7 @@ async def test_the_server_that_ships_scores_as_its_engine_does_token_by_token(mo
             scores = await frozen.score(ids, temperature)
             assert scores.tolist() == (await engines.score(ids, temperature)).logprobs
         assert (await frozen.score([5], 1.0)).tolist() == [0.0]
-        with pytest.raises(ReferenceFailed, match=r"token_ids .*264"):
+        with pytest.raises(ReferenceFailed, match=r"token_ids.*264"):
             await frozen.score([5, 264], 1.0)
         with refused(key="seq_len", value=64):
             await frozen.check(Tokenizer(model_directory), 64)
