@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -21,9 +22,32 @@ def load(path: str, key: str | None) -> Any:
         fix = "Write package.module:Name or path/to/file.py:Name."
         raise BadInput("not an import path", key=key, value=path, fix=fix)
     try:
-        return getattr(load_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+        loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
+        if hasattr(loaded, name):
+            return getattr(loaded, name)
     except (ImportError, AttributeError) as error:
-        raise BadInput(f"cannot be imported: {error}", key=key, value=path) from error
+        raise BadInput(f"cannot be imported: {error}", key=key, value=path, fix=_place(module, error)) from error
+    fact = f"{getattr(loaded, '__file__', None) or module} does not define {name!r}"
+    raise BadInput(fact, key=key, value=path, fix=_similar_name(loaded, name))
+
+
+def _place(module: str, error: Exception) -> str | None:
+    """Return where to put a module that was not found; None if another module, which it imports, was not found."""
+    if not isinstance(error, ModuleNotFoundError) or error.name != module.partition(".")[0]:
+        return None
+    return f"Install it, or put {error.name}.py in the working directory or beside the run file."
+
+
+def _similar_name(module: ModuleType, name: str) -> str | None:
+    """Return the nearest name that the module itself defines, else all of them, as a sentence."""
+    own = [
+        known
+        for known, value in vars(module).items()
+        if not known.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    if close := difflib.get_close_matches(name, own, n=1):
+        return f"Did you mean {close[0]!r}?"
+    return f"It defines {', '.join(own)}." if own else None
 
 
 def load_file(file: str) -> ModuleType:

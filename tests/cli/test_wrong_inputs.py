@@ -183,6 +183,16 @@ COMMAND_LINE = [
 ]  # fmt: skip
 
 ENV = "orchestrator.train.env.0"
+SHOUT = """
+from headrace.environments import environment
+
+def brief(text, data, weight=1.0):
+    return weight / (1 + len(text))
+
+@environment(data=lambda: [{"word": "river"}], rewards=[brief])
+def shout(row):
+    return row["word"]
+"""
 LONG_DATA = "".join(f'{{"prompt": "{"x" * 300}", "completion": "{number}"}}\n' for number in range(3))
 CHECKED_FIRST = [
     Wrong("an unknown environment", f"rl rl.toml --{ENV}.id reverse-txt", key=f"{ENV}.id"),
@@ -219,6 +229,19 @@ CHECKED_FIRST = [
         f"rl rl.toml --{ENV}.id my_env:Mine",
         {"my_env.py": ""},
         key=f"{ENV}.id",
+    ),
+    Wrong(
+        "a misspelt reward of an environment",
+        f"rl rl.toml --{ENV}.id my_env:shout --{ENV}.args.rewards.brief my_env.py:breif",
+        {"my_env.py": SHOUT},
+        key=f"{ENV}.args.rewards.brief",
+    ),
+    Wrong(
+        "a misspelt kwarg of a metric of an environment",
+        f"rl rl.toml --{ENV}.id my_env:shout --{ENV}.args.metrics.brief.name my_env:brief "
+        f"--{ENV}.args.metrics.brief.kwargs.wheight 2",
+        {"my_env.py": SHOUT},
+        key=f"{ENV}.args.metrics.brief.kwargs.wheight",
     ),
     Wrong(
         "an environment that is not one",

@@ -62,7 +62,7 @@ class SingleTurn(Environment):
         self._rows_by_key: dict[str, Row] = {}
         self._prompt = prompt
         self._rewards = Rewards(rewards, timeout=timeout)
-        self._metrics = Rewards(metrics, timeout=timeout)
+        self._metrics = Rewards(metrics, timeout=timeout, argument="metrics")
         self._system = system
         self._gold = gold
         self._raw = raw

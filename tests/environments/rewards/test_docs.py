@@ -97,8 +97,8 @@ async def test_an_environment_takes_the_batch_signature_and_gives_it_prompt_and_
     ],
 )
 def test_a_table_that_cannot_be_used_is_refused_by_its_key(beside: Path, table: object, key: str):
-    with refused(key=key):
-        load_environment(f"{__name__}:shout", {"rewards": table})
+    with refused(key=f"env.0.args.{key}"):
+        load_environment(f"{__name__}:shout", {"rewards": table}, "env.0.id")
 
 
 def test_the_table_of_the_page_is_that_of_the_registry():

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.environments.arguments import check_choice
+from headrace.environments.arguments import BadArgument, check_choice
 from headrace.environments.plugins import PluginRegistry
 from headrace.environments.rewards.base import AnyReward, Data, form_of, scaled
 from headrace.environments.strict_format import format_of
@@ -119,13 +119,13 @@ def build_from(value: Any, key: str) -> AnyReward:
             table = RewardTable(value) if isinstance(value, str) else msgspec.convert(value, RewardTable)
             reward = build_reward(table.name, table.kwargs)
         except msgspec.ValidationError as error:
-            raise BadInput(str(error), key=key, value=value, fix="A table has name, kwargs and weight.") from error
+            raise BadArgument(str(error), key=key, value=value, fix="A table has name, kwargs and weight.") from error
         except BadInput as error:
             place = key if error.key in (None, "reward") else f"{key}.kwargs.{error.key}"
-            raise BadInput(error.fact, key=place, value=error.value, fix=error.fix) from error
+            raise BadArgument(error.fact, key=place, value=error.value, fix=error.fix) from error
         value = scaled(reward, table.weight) if table.weight != 1.0 else reward
         if not getattr(value, "name", ""):
             value.name = table.name.rpartition(":")[2]
     if not callable(value):
-        raise BadInput(f"a {type(value).__name__}, which cannot be called", key=key)
+        raise BadArgument(f"a {type(value).__name__}, which cannot be called", key=key)
     return value  # type: ignore[no-any-return]

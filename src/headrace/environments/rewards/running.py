@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from headrace.environments.arguments import BadArgument
 from headrace.environments.base import EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.environments.rewards.base import AnyReward, Data, batch_arguments, close, form_of, name_of
 from headrace.environments.sandbox import CallFailed, CallTimeout
 from headrace.environments.time_limit import Limited, OutOfTime
-from headrace.errors import BadInput
 
 FAILED = "reward_failed"
 TIMED_OUT = "reward_timeout"
@@ -52,13 +52,19 @@ class Rewards:
     A value may also be what a run file has: the name, import path or file of a registered reward, or a table of `name`,
     `kwargs` and `weight`. Each call is limited to `timeout` seconds, unless the reward is `bounded`. A synchronous
     reward of one completion runs in the event loop, where it cannot be interrupted, unless `in_threads` is set; a group
-    reward runs in a thread. One that may never return belongs `in_sandbox`.
+    reward runs in a thread. One that may never return belongs `in_sandbox`. `argument` is the environment's argument
+    that has the rewards, for errors.
     """
 
     def __init__(
-        self, rewards: Mapping[str, Any] | Sequence[Any], *, timeout: float = 60.0, in_threads: bool = False
+        self,
+        rewards: Mapping[str, Any] | Sequence[Any],
+        *,
+        timeout: float = 60.0,
+        in_threads: bool = False,
+        argument: str = "rewards",
     ) -> None:
-        self.rewards = _named(rewards)
+        self.rewards = _named(rewards, argument)
         self._forms = {name: form_of(reward) for name, reward in self.rewards.items()}
         self._calls: dict[str, Limited] = {}
         for name, reward in self.rewards.items():
@@ -164,20 +170,20 @@ def _short(value: Any) -> str:
     return f"{shown if len(shown) <= 80 else f'{shown[:77]}...'}, a {type(value).__name__}"
 
 
-def _named(rewards: Mapping[str, Any] | Sequence[Any]) -> dict[str, AnyReward]:
+def _named(rewards: Mapping[str, Any] | Sequence[Any], argument: str) -> dict[str, AnyReward]:
     from headrace.environments.rewards.registry import build_from
 
     if isinstance(rewards, Mapping):
-        pairs = [(name, build_from(reward, f"rewards.{name}")) for name, reward in rewards.items()]
+        pairs = [(name, build_from(reward, f"{argument}.{name}")) for name, reward in rewards.items()]
     else:
-        built = [build_from(reward, f"rewards.{number}") for number, reward in enumerate(rewards)]
+        built = [build_from(reward, f"{argument}.{number}") for number, reward in enumerate(rewards)]
         pairs = [(name_of(reward), reward) for reward in built]
     named: dict[str, AnyReward] = {}
     fix = "Give rewards as {name: reward}."
     for name, reward in pairs:
         if not name:
-            raise BadInput(f"a reward of type {type(reward).__name__} has no name", key="rewards", fix=fix)
+            raise BadArgument(f"a reward of type {type(reward).__name__} has no name", key=argument, fix=fix)
         if name in named:
-            raise BadInput("two rewards have this name", key=f"rewards.{name}", fix=fix)
+            raise BadArgument("two rewards have this name", key=f"{argument}.{name}", fix=fix)
         named[name] = reward
     return named
