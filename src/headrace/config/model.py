@@ -117,7 +117,7 @@ class FrozenModelConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_served(cls, given: Any) -> Any:
+    def _require_server(cls, given: Any) -> Any:
         if isinstance(given, dict) and not given.get("base_url"):
             raise InvalidValue(
                 f"the server of {given.get('name', 'a frozen model')} is not set",
