@@ -210,7 +210,8 @@ def check_environments(subject: Subject) -> Iterator[BadInput]:
             continue
         if lengths:
             sampling = entry.sampling.over(defaults)
-            yield from _check_prompt_lengths(subject, entry.name, lengths, seq_len, sampling.max_tokens)
+            name = f"{entry.name} (evaluation)" if "eval" in key.split(".") else entry.name
+            yield from _check_prompt_lengths(subject, name, lengths, seq_len, sampling.max_tokens)
 
 
 def check_data(subject: Subject) -> Iterator[BadInput]:
