@@ -17,6 +17,7 @@ from headrace.inference.schema import SamplingParams
 from headrace.inference.server.keys import Keys
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.observe.metrics import read_metrics
+from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import REPOSITORY, finish, headrace, is_alive, start, wait_until
 from tests.inference.serving import chat_of, served
@@ -74,7 +75,8 @@ async def test_the_orchestrators_client_samples_and_scores_with_it(backend: Vllm
         finally:
             await client.close()
     assert scores.logprobs[3:] == pytest.approx(done.logprobs, abs=1e-5)
-    assert set(done.versions) == {backend.state().version} == {scores.version}
+    versions = {Version.parse(span.version) for span in done.spans}
+    assert versions == {backend.state().version} == {scores.version}
     assert (health.engine, health.max_model_len, health.capacity) == ("vllm", LONGEST, 8)
 
 
