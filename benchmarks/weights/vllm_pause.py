@@ -65,7 +65,7 @@ class Load:
         self._following = [asyncio.create_task(self._follow(number)) for number in range(count)]
 
     async def _follow(self, number: int) -> None:
-        async for piece in self._generations[number].pieces():
+        async for piece in self._generations[number].chunks():
             self.times[number] += [time.perf_counter()] * len(piece.token_ids)
 
     async def wait(self, count: int) -> None:

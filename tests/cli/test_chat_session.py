@@ -233,15 +233,15 @@ def test_input_that_is_no_text_is_refused(
     other: ChatStandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, errors: str
 ):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8", errors))
-    assert run(capsys, other.url) == (2, "", "headrace: the standard input is not UTF-8 text\n")
+    assert run(capsys, other.url) == (2, "", "headrace: standard input: not UTF-8 text\n")
 
 
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
         (["http://127.0.0.1:9", "--message", "x"], 1, "http://127.0.0.1:9/v1 cannot be reached"),
-        (["{url}", "--message", "x", "--model", "huge"], 2, "does not serve huge; its models are: small, large"),
-        (["{url}", "--message", "  "], 2, "there is nothing to ask"),
+        (["{url}", "--message", "x", "--model", "huge"], 2, '--model = "huge": '),
+        (["{url}", "--message", "  "], 2, "--message: "),
         (["{url}", "--message", "x", "--seed", "a"], 2, 'seed = "a": '),
         (["/no/such/model", "--message", "x"], 2, '"/no/such/model": no such directory'),
     ],

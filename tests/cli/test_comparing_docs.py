@@ -107,6 +107,6 @@ def test_invalid_arguments_are_refused(runs: Path, capsys: pytest.CaptureFixture
     assert main(["config", "--explain", "trainer.optim.learning_rate"]) == 2
     assert main(["compare", "outputs/slow-0", "outputs/gone"]) == 2
     printed = capsys.readouterr().err
-    assert "which run file?" in printed
+    assert "headrace: FILE: " in printed
     assert "Did you mean trainer.optim.lr?" in printed
     assert "gone is left out: no such directory." in printed
