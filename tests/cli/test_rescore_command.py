@@ -313,7 +313,7 @@ def test_a_run_without_rollouts_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "headrace: " in (message := refusal(capsys, run)) and "/rollouts: " in message
     unfinished = Rollout(env="copy", group_id="0-0", reward=1.0)
     write_rollouts(run.dir.rollouts, 1, [], [(unfinished, "off_policy")], keep_last=1)
-    assert "no rollout of these steps was credited with its group: 1 off_policy" in refusal(capsys, run)
+    assert "1 off_policy" in refusal(capsys, run)
 
 
 def test_a_state_that_is_not_there_any_more_shows_in_the_self_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -63,6 +63,7 @@ class EngineDeviceLock:
         self._lock.close()
 
     def _hand_over(self) -> None:
+        self._engine.finish_step()
         requested = self._lock.requested_memory
         # `cache_bytes` is 0 on a device other than a GPU.
         if self._engine.cache_bytes > 0 and (requested is None or free_bytes(self._engine.device) < requested):

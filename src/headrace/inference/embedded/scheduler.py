@@ -108,10 +108,11 @@ class Scheduler:
     def can_plan_ahead(self) -> bool:
         """Return whether a step can be planned before the last one's tokens are known: all requests decode, and no
         request has to be preempted."""
-        return (
-            not self.quarantine
-            and self.blocks.num_free >= len(self.running)
-            and all(request.tokens[-1] == PENDING for request in self.running)
+        if self.quarantine or any(request.tokens[-1] != PENDING for request in self.running):
+            return False
+        free = self.blocks.num_free
+        return free >= len(self.running) or free >= sum(
+            len(request.tokens) > len(request.blocks) * BLOCK_SIZE for request in self.running
         )
 
     def register_last_block(self, request: Request) -> None:
