@@ -19,23 +19,20 @@ def load(path: str, key: str | None) -> Any:
     """Return the object at `path`; errors name the run file's `key` that was set to it, if there is one."""
     module, separator, name = path.partition(":")
     if not (module and separator and name):
-        fix = "Write package.module:Name or path/to/file.py:Name."
-        raise BadInput("not an import path", key=key, value=path, fix=fix)
+        raise BadInput(
+            "not an import path", key=key, value=path, fix="Write package.module:Name or path/to/file.py:Name."
+        )
     try:
         loaded = load_file(module) if module.endswith(".py") else importlib.import_module(module)
         if hasattr(loaded, name):
             return getattr(loaded, name)
     except (ImportError, AttributeError) as error:
-        raise BadInput(f"cannot be imported: {error}", key=key, value=path, fix=_place(module, error)) from error
+        fix = None
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            fix = f"Install it, or put {error.name}.py in the working directory or beside the run file."
+        raise BadInput(f"cannot be imported: {error}", key=key, value=path, fix=fix) from error
     fact = f"{getattr(loaded, '__file__', None) or module} does not define {name!r}"
     raise BadInput(fact, key=key, value=path, fix=_similar_name(loaded, name))
-
-
-def _place(module: str, error: Exception) -> str | None:
-    """Return where to put a module that was not found; None if another module, which it imports, was not found."""
-    if not isinstance(error, ModuleNotFoundError) or error.name != module.partition(".")[0]:
-        return None
-    return f"Install it, or put {error.name}.py in the working directory or beside the run file."
 
 
 def _similar_name(module: ModuleType, name: str) -> str | None:

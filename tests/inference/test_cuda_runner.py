@@ -14,6 +14,7 @@ from headrace.inference.backend import EngineError, RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import UnsupportedModel, check_engine
+from headrace.inference.embedded.request import PENDING
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, write_adapter
@@ -126,7 +127,7 @@ def test_steps_launched_ahead_are_exact_and_end_at_stop_tokens(model: Any) -> No
     launched_ahead = 0
     while engine.has_work:
         engine.step()
-        launched_ahead += any(request.is_expecting for request in engine.scheduler.running)
+        launched_ahead += any(request.tokens[-1] == PENDING for request in engine.scheduler.running)
         if launched_ahead == 3:
             engine.cancel(requests[2])
     assert launched_ahead > 5

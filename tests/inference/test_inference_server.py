@@ -93,6 +93,17 @@ async def test_many_completions_at_once_have_the_logprobs_of_a_plain_forward(cli
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 258 else "length")
 
 
+async def test_logprobs_come_as_objects_or_as_one_list(http: aiohttp.ClientSession) -> None:
+    body = {"token_ids": [40, 41], "sampling_params": {"max_tokens": 4, "seed": 1, "logprobs": 0, "ignore_eos": True}}
+    (_, plain), (_, flat) = [await post(http, GENERATE, {**body, "flat_logprobs": way}) for way in (False, True)]
+    objects, numbers = (json.loads(content)["choices"][0] for content in (plain, flat))
+    assert numbers["token_ids"] == objects["token_ids"] and numbers["logprobs"] is None
+    assert numbers["flat_logprobs"] == [entry["logprob"] for entry in objects["logprobs"]["content"]]
+    for other in ({"stream": True}, {"sampling_params": {"logprobs": 2}}):
+        status, content = await post(http, GENERATE, {**body, **other, "flat_logprobs": True})
+        assert status == 400 and "flat_logprobs" in json.loads(content)["error"]["message"]
+
+
 async def test_scores_are_the_prompts_logprobs(client: EngineClient, model: Any) -> None:
     tokens = list(range(50, 80))
     [health] = await client.health()

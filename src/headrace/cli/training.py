@@ -110,7 +110,11 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
         _notify("the configuration differs from the saved one: " + "; ".join(changed))
     words = [arguments.command, *map(str, arguments.files), *arguments.overrides]
     if plan.fork_of is not None:
-        words = [*_without_output_dir(words), "--output_dir", str(plan.directory)]
+        words = [word for word in words if not word.startswith("--output_dir=")]
+        if "--output_dir" in words:
+            place = words.index("--output_dir")
+            del words[place : place + 2]
+        words += ["--output_dir", str(plan.directory)]
     again = shlex.join(["headrace", *words, "--resume"])
     with naming_run(plan.directory):
         plan.apply()
@@ -124,15 +128,6 @@ def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
         command = "rl" if other is RunConfig else "sft"
         fix = shlex.join(["headrace", command, *map(str, files)])
         raise ConfigError(f"a run file of headrace {command}", file=files[0], fix=f"Write: {fix}")
-
-
-def _without_output_dir(words: Sequence[str]) -> list[str]:
-    """Remove an override of the directory, in both of its forms."""
-    kept = [word for word in words if not word.startswith("--output_dir=")]
-    if "--output_dir" in kept:
-        place = kept.index("--output_dir")
-        del kept[place : place + 2]
-    return kept
 
 
 def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:

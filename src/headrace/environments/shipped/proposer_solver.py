@@ -62,7 +62,10 @@ class ProposerSolver(Drawn):
         def identity(task: dict[str, Any]) -> list[Any]:
             return [task["number"], task["operator"]]
 
-        return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed, identity))
+        def draw(rng: random.Random) -> dict[str, Any]:
+            return {"number": self._number(rng), "operator": rng.choice(self.operators), "other": self._number(rng)}
+
+        return list(draw_tasks(draw, self.split, self.num_tasks, self.seed, identity))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         proposer = Chat(context, self._request(task), agent="proposer", max_turns=1)
@@ -91,9 +94,6 @@ class ProposerSolver(Drawn):
         if problem is None:
             return self._proposal(task, self._number(rng))
         return self._answer(_value(problem) + rng.choice((-1, 1)) * rng.randint(1, 9))
-
-    def _draw(self, rng: random.Random) -> dict[str, Any]:
-        return {"number": self._number(rng), "operator": rng.choice(self.operators), "other": self._number(rng)}
 
     def _number(self, rng: random.Random) -> int:
         """Draw a number whose number of digits is uniform."""

@@ -211,7 +211,7 @@ class Engine:
         if self.paused:
             return
         plan = self.scheduler.schedule(self._weights)
-        if plan.is_empty:
+        if not (plan.decodes or plan.prefills):
             self.finish_step()
             return
         try:

@@ -92,11 +92,6 @@ class Request:
         return bool(self.logprobs)
 
     @property
-    def is_expecting(self) -> bool:
-        """Whether its last token is being sampled."""
-        return self.tokens[-1] == PENDING
-
-    @property
     def lacks_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
 

@@ -59,10 +59,6 @@ class StepPlan(NamedTuple):
         prefilling = [*(chunk.request for chunk in self.prefills), *(second for _, second in self.duplicates)]
         return [*dict.fromkeys([*self.decodes, *prefilling])]
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.decodes or self.prefills)
-
 
 class Scheduler:
     """The waiting queues, the running requests in the order of admission, and their blocks."""
@@ -269,7 +265,7 @@ class Scheduler:
             self.tokens_computed += end - start
         if request.lacks_prompt_logprobs:
             self._scored_budget -= end - start
-        if self._prefix_cache and not request.is_expecting:
+        if self._prefix_cache and request.tokens[-1] != PENDING:
             # Before they are computed: a forward writes all keys of a layer before it reads any, so that another
             # request of the same step may share them.
             for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):

@@ -196,7 +196,8 @@ class App:
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._read(http, GenerateBody)
         refuse_unsupported(body)
-        generate.check_flat_logprobs(body)
+        if body.flat_logprobs and (body.stream or body.sampling_params.logprobs != 0):
+            raise InvalidRequest("only for sampling_params.logprobs = 0, and not for streams", key="flat_logprobs")
         params = body.sampling_params.engine_params()
         _refuse_long_name(body.request_id, "request_id")
         generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)

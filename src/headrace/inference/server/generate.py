@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
+from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.schema import (
     ChoiceLogprobs,
     GenerateChoice,
@@ -58,12 +58,6 @@ class GenerateBody(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
 
 class _ChoiceDelta(GenerateChoice, omit_defaults=True):
     """A part of a streamed choice."""
-
-
-def check_flat_logprobs(body: GenerateBody) -> None:
-    """Raise `InvalidRequest` if `flat_logprobs` cannot carry what is requested."""
-    if body.flat_logprobs and (body.stream or body.sampling_params.logprobs != 0):
-        raise InvalidRequest("only for sampling_params.logprobs = 0, and not for streams", key="flat_logprobs")
 
 
 def whole_response(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:

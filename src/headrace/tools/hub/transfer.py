@@ -82,7 +82,13 @@ def plan_push(
         _check_owner(contents, there, manifest, repo)
         owned = {path for path in (manifest.files if manifest else ()) if path in there}
     gone = owned - set(contents.files)
-    deleted = sorted(gone if replace else (path for path in gone if _is_complete(path, contents)))
+    if not replace:  # other files may still be wanted where the contents are not complete
+        gone = {
+            path
+            for path in gone
+            if any("/" not in path if prefix == ROOT else path.startswith(prefix) for prefix in contents.complete)
+        }
+    deleted = sorted(gone)
     card = _new_card(contents, there, manifest)
     name = contents.name if contents.complete or manifest is None else manifest.name
     card_hash = git_hash_of(card) if card is not None else manifest.card if manifest is not None else ""
@@ -113,10 +119,6 @@ def _check_owner(contents: Contents, there: dict[str, Checksum], manifest: Manif
     elif manifest.kind != contents.kind or (contents.complete and manifest.name != contents.name):
         fact = f"it has the {manifest.kind} {manifest.name}, not the {contents.kind} {contents.name}"
         raise BadInput(fact, key="OWNER/NAME", value=repo, fix=fix)
-
-
-def _is_complete(path: str, contents: Contents) -> bool:
-    return any("/" not in path if prefix == ROOT else path.startswith(prefix) for prefix in contents.complete)
 
 
 class Download(NamedTuple):
