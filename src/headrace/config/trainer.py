@@ -45,6 +45,16 @@ class AnyOptimConfig(Config):
     offload_state: bool = False
     """Keep the optimizer's state in CPU memory; each parameter's state is moved to the GPU for its update."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state per parameter."""
+        raise NotImplementedError
+
+    @property
+    def saved_state_bytes(self) -> int:
+        """The most bytes of state per parameter in a checkpoint."""
+        return self.state_bytes
+
 
 class AdamWConfig(AnyOptimConfig):
     """AdamW: Adam with decoupled weight decay."""
@@ -54,6 +64,10 @@ class AdamWConfig(AnyOptimConfig):
     """Decay rates of the averages of gradients and of squared gradients."""
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator for numerical stability."""
+
+    @property
+    def state_bytes(self) -> int:
+        return 8
 
 
 class MuonConfig(AnyOptimConfig):
@@ -74,6 +88,14 @@ class MuonConfig(AnyOptimConfig):
     eps: float = Field(1e-8, gt=0)
     """`eps` of AdamW, for the parameters that Muon does not train."""
 
+    @property
+    def state_bytes(self) -> int:
+        return 4
+
+    @property
+    def saved_state_bytes(self) -> int:
+        return 8  # as if AdamW trained all of them: the share of embeddings depends on the model
+
 
 class SgdConfig(AnyOptimConfig):
     """Stochastic gradient descent, with momentum if it is set."""
@@ -83,6 +105,10 @@ class SgdConfig(AnyOptimConfig):
     """Decay rate of the average of gradients."""
     nesterov: bool = False
     """Use Nesterov momentum."""
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 if self.momentum else 0
 
     def problems(self) -> Iterator[InvalidValue]:
         if self.nesterov and self.momentum == 0:
@@ -249,8 +275,7 @@ class TrainingConfig(Config):
         computes = 4 if self.model.dtype == "float32" else 2
         if self.lora is not None:
             return computes + 0.5  # the frozen base; the adapter is small, and so are its gradients and its state
-        state = {"adamw": 8, "muon": 4}.get(self.optim.type, 4 if getattr(self.optim, "momentum", 0) else 0)
-        return 4 + (0 if self.optim.offload_state else state) + computes + (4 if while_training else 0)
+        return 4 + (0 if self.optim.offload_state else self.optim.state_bytes) + computes + (4 if while_training else 0)
 
 
 SAMPLE_INTERVAL_STEPS = 10

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from headrace.inference.cuda_driver import ExportedMemory
 from headrace.inference.weights.buffers import as_bytes, digest
+from headrace.trainer.host_copies import BUCKET_BYTES
 from headrace.transport.weights_link import ALIGNMENT_BYTES, TensorSpan
 
-BUCKET_BYTES = 1 << 26
-"""A power of two, since torch rounds pinned memory up to one."""
 READERS_TIMEOUT_S = 0.5
 
 
