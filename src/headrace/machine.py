@@ -9,11 +9,11 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
 MAX_OPEN_FILES = 65_536
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def visible_gpus() -> list[str]:
@@ -27,18 +27,87 @@ def visible_gpus() -> list[str]:
     return result.stdout.split() if result.returncode == 0 else []
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this machine within the limits of this process's control groups (containers), of version 1 or 2.
+
+    `root` is the directory with `proc` and `sys`.
+    """
+
+    root: Path = Path("/")
+
+    def total(self) -> int:
+        """Return the bytes of memory that this process and its children may use together."""
+        installed = self._meminfo("MemTotal")
+        if installed is None:
+            installed = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
+        return min([installed, *(limit for limit, _ in self._limits())])
+
+    def free(self) -> int:
+        """Return the bytes of available memory; half of all memory where that is unknown."""
+        available = self._meminfo("MemAvailable")
+        if available is None:
+            return self.total() // 2
+        return min([available, *(max(0, limit - used) for limit, used in self._limits())])
+
+    def oom_kills(self) -> int | None:
+        """Return how many processes the kernel has ended because memory was short; None if it does not report that.
+
+        Counted are those of this process's control group; those of the whole machine where a group has no count.
+        """
+        for group in self._groups():
+            for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
+                if (count := _counters(group / name).get("oom_kill")) is not None:
+                    return count
+        return _counters(self.root / "proc/vmstat").get("oom_kill")
+
+    def _meminfo(self, name: str) -> int | None:
+        kilobytes = _counters(self.root / "proc/meminfo").get(f"{name}:")
+        return None if kilobytes is None else kilobytes << 10
+
+    def _limits(self) -> Iterator[tuple[int, int]]:
+        """Yield limit and used bytes of each control group; cached files do not count as used."""
+        for group in self._groups():
+            for limit_file, used_file, prefix in (
+                ("memory.max", "memory.current", ""),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+            ):
+                with suppress(OSError, ValueError):  # another version, or "max": no limit
+                    limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
+                    stat = _counters(group / "memory.stat")
+                    cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                    yield limit, max(0, used - cached)
+
+    def _groups(self) -> Iterator[Path]:
+        """Yield the directories of this process's memory control group and of those around it."""
+        try:
+            lines = (self.root / "proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            mount = self.root / "sys/fs/cgroup" / controllers
+            own = mount / path.strip("/")
+            while own != mount:
+                yield own  # it may not exist: in a container the path may be that of the host
+                own = own.parent
+            yield mount
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with lines of a name and a number; empty if it cannot be read."""
+    try:
+        pairs = [line.split()[:2] for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
 def free_memory() -> int:
-    """Return the bytes of available memory, within a container's limit; half of all memory where that is unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
+    """Return the bytes of available host memory."""
+    return HostMemory().free()
 
 
 def raise_open_file_limit() -> None:

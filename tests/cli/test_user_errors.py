@@ -6,6 +6,7 @@ import errno
 import sqlite3
 
 import pytest
+import torch
 
 from headrace.cli.main import explain
 from headrace.config.base import ConfigError
@@ -16,6 +17,14 @@ def test_bad_input_ends_with_2_and_failure_with_1() -> None:
     assert explain(ConfigError("x")) == ("x", 2)
     assert explain(BadRequest("y")) == ("y", 2)
     assert explain(LaunchError("z")) == ("z", 1)
+
+
+def test_a_gpu_out_of_memory_is_a_failure_with_the_keys_that_would_help() -> None:
+    explanation = explain(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
+    assert explanation is not None
+    assert explanation.exit_code == 1
+    for words in ("Tried to allocate 2.00 GiB", "inference.kv_cache_gb", "trainer.optim.offload_state"):
+        assert words in explanation.message
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), ValueError("b"), FileNotFoundError(errno.ENOENT, "no", "f")])

@@ -2,20 +2,31 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from headrace.cli.main import explain
 from headrace.launch.errors import LaunchError
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.supervisor import Supervisor
+from headrace.machine import HostMemory
 from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
-limits = {"start_timeout": 20.0, "stop_timeout": 1.0, "stall_s": 60.0, "max_restarts": 3, "restart_delay_s": 0.1}
+limits: dict[str, Any] = {
+    "start_timeout": 20.0,
+    "stop_timeout": 1.0,
+    "stall_s": 60.0,
+    "max_restarts": 3,
+    "restart_delay_s": 0.1,
+}
 specs = []
 for argument in sys.argv[2:]:
     key, value = argument.split("=")
+    if key == "memory":  # a directory with the kernel's files
+        limits[key] = HostMemory(Path(value))
+        continue
     if key in limits:
         limits[key] = type(limits[key])(value)
         continue

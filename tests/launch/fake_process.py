@@ -81,6 +81,12 @@ if behaviour in ("killed", "fails-and-is-killed") or (behaviour.startswith("kill
     if name == "inference":
         write_endpoint(endpoint, Endpoint("http://127.0.0.1:1", os.getpid()))
     die()
+if behaviour == "out-of-memory":
+    status.set(f"saving the checkpoint of step {starts()}")
+    memory = b"1" * (200 << 20)  # written to, so that it is resident
+    counter = run / "machine" / "sys/fs/cgroup/memory.events"  # where the test has put the kernel's files
+    counter.write_text(f"oom_kill {starts()}\n")
+    die()
 if behaviour == "killed-after-a-new-step":
     train(starts())
     if starts() <= 2:

@@ -28,6 +28,10 @@ EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.ENOTDIR, err
 """Errors of the operating system that are explained by their text and path."""
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 """Texts of a full disk in errors that a library has wrapped."""
+GPU_MEMORY_ADVICE = (
+    "Lower inference.kv_cache_gb, seq_len or trainer.memory_gb, keep the optimizer's state in CPU memory "
+    "(trainer.optim.offload_state), or train an adapter ([trainer.lora]); --dry-run shows the plan of its memory."
+)
 
 
 class Command(NamedTuple):
@@ -148,6 +152,8 @@ def explain(error: BaseException) -> Explanation | None:
         return Explanation(f"no space left on device{place}: {advice}", FAILED)
     if any(map(_is_lost_rank, causes)):
         return Explanation("another rank is gone; what it said comes before this", FAILED)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, by name, because torch may not be imported
+        return Explanation(f"the GPU is out of memory. {GPU_MEMORY_ADVICE} The error: {error}", FAILED)
     if isinstance(error, Failure):
         return Explanation(str(error), BAD_INPUT if isinstance(error, BadInput) else FAILED)
     if isinstance(error, OSError) and error.errno in EXPLAINED_ERRNOS:

@@ -37,7 +37,7 @@ class HeartbeatContent(msgspec.Struct):
     last_progress: float
     """When a step or an evaluation was last recorded, or the launcher started."""
     problem: str = ""
-    """Why the run makes no progress, if a process has reported it."""
+    """Why the run makes no progress, if a process has reported it, or why it failed."""
 
 
 class Heartbeat:
@@ -63,8 +63,9 @@ class Heartbeat:
             self._url_at = now
             self._send()
 
-    def close(self, state: str) -> None:
-        """Report the final state of the run."""
+    def close(self, state: str, problem: str | None = None) -> None:
+        """Report the final state of the run, and why it failed."""
+        self._content.problem = self._content.problem if problem is None else problem
         self._content.time, self._content.state = time.time(), state
         self._write()
         if state != "failed":

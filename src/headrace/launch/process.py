@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ PARENT_VAR = "HEADRACE_RANKS_OF"
 LIFELINE_VAR = "HEADRACE_LIFELINE"
 """The file descriptor to read from."""
 PARENT_POLL_S = 0.2
+RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of `ru_maxrss`."""
 GRACE_S = 10.0
 """Time to stop in order before the process and its children are killed."""
 
@@ -87,12 +90,25 @@ class Process:
                 start_new_session=True,
             )
         self.pid = self._popen.pid
+        self.peak_bytes = 0
+        """Most resident memory of the process, or of one of its children that it waited for; 0 while it runs."""
+        self._reaping = threading.Lock()
         self._is_cleared = False
 
     @property
     def exit_status(self) -> int | None:
         """None while it runs; -N if signal N ended it."""
-        return self._popen.poll()
+        with self._reaping:
+            if self._popen.returncode is not None:
+                return self._popen.returncode
+            try:  # instead of `poll`, which discards the resource usage
+                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            except ChildProcessError:  # this process ignores SIGCHLD
+                return self._popen.poll()
+            if pid:
+                self._popen.returncode = os.waitstatus_to_exitcode(status)
+                self.peak_bytes = usage.ru_maxrss * RSS_UNIT_BYTES
+            return self._popen.returncode
 
     @property
     def running(self) -> bool:
@@ -100,7 +116,7 @@ class Process:
 
     def terminate(self) -> None:
         if self.running:
-            self._popen.terminate()
+            os.kill(self.pid, signal.SIGTERM)  # not reaped yet, so that no other process has its id
 
     @property
     def was_killed(self) -> bool:

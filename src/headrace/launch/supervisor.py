@@ -3,6 +3,9 @@
 A process that a signal ended, or that exits with status `AGAIN` (a server whose engine died), is restarted alone: its
 state is in the run directory, and the other processes wait for it. Any other failure ends the run. `Watch` and
 `Restarts` are pure: they take the time. Messages about a stall report what each process is doing, not a cause.
+
+A process that the kernel ended for memory is restarted once, in case another program had taken the memory, and not at
+all if it used most of the memory itself.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from types import FrameType
 from headrace.errors import AGAIN, BAD_INPUT
 from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.heartbeat import Heartbeat
+from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
 from headrace.launch.process import Lifeline, Process, ProcessSpec
+from headrace.machine import HostMemory
 from headrace.observe.metrics import History, Tail
 from headrace.observe.status import ProcessStatus, read_status
 from headrace.observe.terminal import View, activity
@@ -30,6 +35,7 @@ RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
 STALL_S = 60.0
 """Time without a heartbeat or progress before the first message; the interval then doubles."""
+MEMORY_ADVICE = "`headrace rl FILE --dry-run` shows what the run plans to use, and what would make it less."
 RECENT_STEPS = 10
 """Number of steps whose longest duration, times three, is not yet a stall."""
 
@@ -96,6 +102,8 @@ class Restarts:
         self.in_a_row: dict[str, int] = {}
         self.due: dict[str, float] = {}
         """By process: when it is restarted."""
+        self.out_of_memory: set[str] = set()
+        """Processes that were ended for memory since the last progress."""
         self._delay_s = delay_s
         self._furthest = 0
 
@@ -105,8 +113,12 @@ class Restarts:
         if reached > self._furthest:
             self._furthest = reached
             self.in_a_row.clear()
+            self.out_of_memory.clear()
 
-    def allows(self, name: str) -> bool:
+    def allows(self, name: str, out_of_memory: OutOfMemory | None = None) -> bool:
+        """Return whether a process may be restarted, after an end for memory only once, if at all."""
+        if out_of_memory is not None and (out_of_memory.repeats or name in self.out_of_memory):
+            return False
         return self.in_a_row.get(name, 0) < self.most
 
     def schedule(self, name: str, now: float) -> float:
@@ -141,7 +153,10 @@ class Supervisor:
         stall_s: float = STALL_S,
         inherited: Sequence[int] = (),
         heartbeat: Heartbeat | None = None,
+        memory: HostMemory | None = None,
+        memory_advice: str = MEMORY_ADVICE,
     ) -> None:
+        """`memory_advice`: a sentence on what makes the run need less host memory."""
         self.history = History()
         self._specs, self._run, self._view = specs, run, view
         self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
@@ -155,6 +170,7 @@ class Supervisor:
         self._killed: set[Process] = set()
         """Processes that were killed because they had failed and did not end."""
         self._restarts = Restarts(max_restarts, restart_delay_s)
+        self._oom, self._memory_advice = OomMonitor(memory or HostMemory()), memory_advice
         self._statuses: dict[str, ProcessStatus] = {}
         self._notices_shown: Counter[int] = Counter()
         """By process id."""
@@ -163,18 +179,21 @@ class Supervisor:
 
     def run(self) -> int:
         """Return 0 when the work is done, or 128 + N after signal N. Raises `LaunchError` when a process fails."""
-        state = "failed"
+        state, problem = "failed", None
         with signals_to(self._signals):
             try:
                 self._start()
                 code = self._supervise()
                 state = "stopped" if code else "finished"
                 return code
+            except LaunchError as error:
+                problem = str(error).partition("\n")[0]
+                raise
             finally:
                 try:
                     self._stop()
                 finally:
-                    self._heartbeat.close(state)
+                    self._heartbeat.close(state, problem)
                     self._view.close(self.history, self._statuses)
                     self._lifeline.close()
 
@@ -198,6 +217,7 @@ class Supervisor:
             running = [process for process in self._processes.values() if process.running]
             ended = [process for process in self._processes.values() if process not in running]
             self._read()
+            self._oom.observe(time.monotonic())
             self._view.show(self.history, self._statuses)
             problem = next((status.problem for status in self._statuses.values() if status.problem), "")
             self._heartbeat.update(self.history.step, self.history.moves, problem)
@@ -229,9 +249,11 @@ class Supervisor:
         died = [process for process in died if process.name not in self._restarts.due]
         # A restart does not help after a process has reported its failure.
         crashed = [p for p in died if p.exit_status == AGAIN or (p.was_killed and not self._has_failed(p))]
-        if len(crashed) < len(died) or not all(self._restarts.allows(process.name) for process in died):
+        out_of_memory = {process: self._find_out_of_memory(process) for process in died}
+        allowed = all(self._restarts.allows(process.name, out_of_memory[process]) for process in died)
+        if len(crashed) < len(died) or not allowed:
             error = InputRefused if any(process.exit_status == BAD_INPUT for process in died) else LaunchError
-            raise error("\n".join(map(self._describe_failure, died)))
+            raise error("\n".join(self._describe_failure(process, out_of_memory[process]) for process in died))
         for process in died:
             process.kill()  # its children, too
             ranks = (self._run.status / "ranks").glob(f"{process.name}-*.json")
@@ -241,7 +263,10 @@ class Supervisor:
             delay_s = self._restarts.schedule(process.name, time.monotonic())
             when = f"restarting it in {delay_s:g} s" if delay_s else "restarting it"
             attempt = f"{self._restarts.in_a_row[process.name]} of {self._restarts.most}"
-            self._view.say(f"{process.name} {process.how_it_ended()}; {when} ({attempt})")
+            if out_of_memory[process] is not None:
+                self._restarts.out_of_memory.add(process.name)
+            how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}"
+            self._view.say(f"{how}; {when} ({attempt})")
 
     def _has_failed(self, process: Process) -> bool:
         """Whether the process has reported its failure."""
@@ -250,12 +275,23 @@ class Supervisor:
         status = self._statuses.get(process.name)
         return status is not None and status.pid == process.pid and status.state == "failed"
 
-    def _describe_failure(self, process: Process) -> str:
-        head = f"{process.name} {process.how_it_ended()}"
+    def _find_out_of_memory(self, process: Process) -> OutOfMemory | None:
+        """Return how the process ended for lack of memory; None if it ended in another way, or was killed by us."""
+        if process in self._killed:
+            return None
+        status = self._statuses.get(process.name)
+        doing = "" if status is None or status.pid != process.pid or status.state == "failed" else status.state
+        return self._oom.explain(process, doing, time.monotonic())
+
+    def _describe_failure(self, process: Process, out_of_memory: OutOfMemory | None) -> str:
+        head = str(out_of_memory or f"{process.name} {process.how_it_ended()}")
         if restarts := self._restarts.in_a_row.get(process.name):
             head += f" after {restarts} restart{'s' * (restarts > 1)} without progress"
+        advice = [] if out_of_memory is None else [self._memory_advice]
         lines = [f"    {line}" for line in process.last_lines()]
-        return "\n".join([f"{head}; the end of {process.log}:", *lines] if lines else [f"{head} and wrote no log"])
+        if not lines:
+            return "\n".join([f"{head} and wrote no log", *advice])
+        return "\n".join([f"{head}; the end of {process.log}:", *lines, *advice])
 
     def _check(self, running: list[Process]) -> None:
         """Raise `LaunchError` if a process does not come up in time; show warnings about a stalled run."""

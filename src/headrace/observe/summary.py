@@ -71,6 +71,8 @@ class Summary(msgspec.Struct):
     skipped: int = 0
     """Steps without an update, since their gradient was not finite."""
     environments: list[EnvironmentReport] = msgspec.field(default_factory=list)
+    failure: str | None = None
+    """Why the run failed, if it did not end in order or continue since."""
 
 
 class NoRun(BadInput):
@@ -108,7 +110,16 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
         dropped={key.removeprefix(prefix): int(n) for key, n in latest.items() if key.startswith(prefix) and n},
         skipped=int(latest.get("optim/skipped") or 0),
         environments=report_environments(run, history),
+        failure=read_failure(run),
     )
+
+
+def read_failure(run: RunDir) -> str | None:
+    """Return why the run failed, from its last heartbeat; None if it did not."""
+    if not run.heartbeat.is_file():
+        return None
+    heartbeat: dict[str, Any] = msgspec.json.decode(run.heartbeat.read_bytes())
+    return heartbeat.get("problem") or None if heartbeat.get("state") == "failed" else None
 
 
 def report_environments(run: RunDir, history: History) -> list[EnvironmentReport]:
@@ -197,6 +208,8 @@ def title(run: RunDir) -> str:
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the summary as labels and values."""
     result = [("steps", f"{summary.steps} in {duration(summary.seconds)}")]
+    if summary.failure is not None:
+        result.append(("failed", summary.failure))
     if summary.skipped:
         result.append(("skipped", f"{summary.skipped} of these had no update: their gradient was not finite"))
     if summary.reward_start is not None and summary.reward_end is not None:
