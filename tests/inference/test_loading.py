@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from headrace.errors import BadInput
 from headrace.inference.embedded import loading
 from headrace.inference.embedded.batch import AttentionGroup
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
@@ -129,7 +130,7 @@ def test_the_cache_has_room_for_all_that_run_within_the_memory(model: Any, memor
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_what_to_do(model: Any) -> None:
-    with refused(UnsupportedModel, key="inference.max_model_len", value=65):
+    with refused(BadInput, key="inference.max_model_len", value=65):
         kv_blocks(model, 65, 8, 5 * BLOCK_BYTES - 1)
 
 

@@ -11,7 +11,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headrace.launch.checks import EXPERT_KEYS, Subject, check_experts
+from headrace.inference.model_shape import EXPERT_KEYS
+from headrace.launch.checks import Subject, check_experts
 from headrace.runfile.run import RunConfig
 
 FUSED = sorted(

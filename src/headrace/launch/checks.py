@@ -29,6 +29,7 @@ from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
+from headrace.inference.model_shape import EXPERT_KEYS
 from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
@@ -45,8 +46,6 @@ from headrace.trainer.tiny import write_tiny_settings
 
 SLOW_S = 2.0
 """Time after which a message reports what is being loaded."""
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json with the number of experts in a layer."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headrace.trainer import attention  # noqa: F401 (registers an operator)
-
-Checkpointing = Literal["full", "attention", "selective"]
-"""What is recomputed: all of a layer, all but attention, or all but attention and matrix products."""
+from headrace.trainer.memory_plan import Checkpointing
 
 _aten = torch.ops.aten
 _ATTENTION = {

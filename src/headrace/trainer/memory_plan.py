@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from headrace.trainer.layers import Checkpointing
-
+Checkpointing = Literal["full", "attention", "selective"]
+"""What is recomputed: all of a layer, all but attention, or all but attention and matrix products."""
 Mode = Checkpointing | Literal[False]
 
 MODES: tuple[Mode, ...] = ("full", "attention", "selective", False)

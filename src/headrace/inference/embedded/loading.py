@@ -19,11 +19,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, resolve_max_model_len
-from headrace.inference.colocation import ALTERNATE_CACHE_SHARE, OVERLAP_CACHE_SHARE, ColocatedTrainer
-from headrace.inference.embedded.block_manager import BLOCK_SIZE, blocks_for
+from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.runner import key_shapes
+from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
 from headrace.inference.schema import SamplingParams
 from headrace.machine import free_memory
 
@@ -36,14 +36,6 @@ MAX_BFLOAT16_SLOWDOWN = 8
 """How many times slower than float32 bfloat16 may be on a CPU that has instructions for it."""
 MAX_MEAN_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Mean difference of logprobs above which a model is refused: rounding stays far below, a wrong mask far above."""
-GPU_CACHE_SHARE = 0.9
-"""Share of the remaining memory for the KV cache on a GPU that the engine has to itself."""
-CPU_CACHE_SHARE = 1 / 8
-"""Share of the free memory on a CPU, where the KV window may take up to twice as much again."""
-CONTEXT_BYTES = 600 << 20
-"""Approximate memory of a process on a GPU outside of torch's allocator: its context, and libraries."""
-MIN_WORKING_BYTES, WORKING_SHARE = 3 << 29, 0.04
-"""Memory for the engine's graphs, logits and activations: at least so much, or that share of the GPU."""
 
 
 class UnsupportedModel(BadInput):
@@ -140,39 +132,11 @@ def cache_memory(model: Any, gigabytes: float | None, shared: ColocatedTrainer |
     return cache_budget(free, total, own, parameters, shared)
 
 
-def cache_budget(free: int, total: int, own: int, parameters: int, shared: ColocatedTrainer | None) -> int:
-    """Return the bytes for the KV cache on a GPU with `total` bytes, of which this process uses `own`.
-
-    Memory for the trainer and for other servers is set aside, whether they have started or not.
-    """
-    working = max(MIN_WORKING_BYTES, int(WORKING_SHARE * total))
-    if shared is None:
-        return max(0, int((free - working) * GPU_CACHE_SHARE))
-    trainer = int(parameters * shared.bytes_per_parameter)
-    left = min(free - working, (total - trainer) // shared.servers - own - working)
-    if left <= 0:
-        raise BadInput(
-            f"one GPU of {total / 2**30:.1f} GiB is too small for this model: its trainer needs about "
-            f"{trainer / 2**30:.1f} GiB, and the engine uses {own / 2**30:.1f} GiB",
-            fix="Train an adapter ([trainer.lora]), keep the optimizer's state in CPU memory "
-            "(trainer.optim.offload_state), or take a smaller model; inference.kv_cache_gb overrides this estimate.",
-        )
-    return int(left * (ALTERNATE_CACHE_SHARE if shared.lock_directory is not None else OVERLAP_CACHE_SHARE))
-
-
 def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:
     """Return the blocks of the KV cache: for `max_running` requests of `longest` tokens, but at most `memory` bytes."""
     shapes = key_shapes(model.config.get_text_config())
-    size = BLOCK_SIZE * int(2 * sum(heads * dim for heads, dim in shapes) * model.dtype.itemsize)
-    needed, affordable = blocks_for(longest), int(memory / size)
-    if affordable < needed:
-        raise UnsupportedModel(
-            f"a request of this length needs {needed * size / 1e9:.2g} GB of KV cache, but has {memory / 1e9:.2g} GB",
-            key="inference.max_model_len",
-            value=longest,
-            fix="Lower it, or raise inference.kv_cache_gb.",
-        )
-    return min(affordable, max_running * needed)
+    token_bytes = int(2 * sum(heads * dim for heads, dim in shapes) * model.dtype.itemsize)
+    return blocks_within(memory, token_bytes, longest, max_running)
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:

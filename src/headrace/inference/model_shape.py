@@ -1,0 +1,110 @@
+"""Sizes of a model from its config.json and the headers of its safetensors files, without torch and without weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ALL_LINEAR = "all-linear"
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json with the number of experts in a layer."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a decoder's layers, with the names of its config."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of a layer's linear maps, by the names that most models give them."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return {
+            **{"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)},
+            **{"o_proj": (queries, hidden), "gate_proj": (hidden, inner), "up_proj": (hidden, inner)},
+            "down_proj": (inner, hidden),
+        }
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model, and the number of its parameters."""
+
+    sizes: LayerSizes
+    parameters: int
+    positions: int | None = None
+    """The model's longest sequence, if its config has it."""
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Return the bytes of keys and values per token."""
+        sizes = self.sizes
+        return 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * itemsize
+
+    def adapter_parameters(self, r: int, target_modules: str | Sequence[str] = ALL_LINEAR) -> int:
+        """Estimate the parameters of a LoRA adapter."""
+        targets = [target_modules] if isinstance(target_modules, str) else target_modules
+        names = {target.rpartition(".")[2] for target in targets}
+        layers = self.sizes.linear_layers()
+        adapted = [size for name, size in layers.items() if name in names] or list(layers.values())
+        return r * self.sizes.num_hidden_layers * sum(map(sum, adapted))
+
+
+def read_shape(directory: Path) -> ModelShape | None:
+    """Return the shape of a Hugging Face model; None if its config.json has other keys than most models."""
+    settings = json.loads((directory / "config.json").read_text())
+    config = settings.get("text_config") or settings
+    heads = config.get("num_attention_heads")
+    try:
+        sizes = LayerSizes(
+            hidden_size=int(config["hidden_size"]),
+            num_hidden_layers=int(config["num_hidden_layers"]),
+            num_attention_heads=int(heads),
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            intermediate_size=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
+            vocab_size=int(config["vocab_size"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    ties = bool(settings.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    parameters = _count_stored(directory, ties)
+    if parameters is None:
+        if any(config.get(key) not in (None, 0, 1) for key in EXPERT_KEYS):
+            return None
+        parameters = _count_by_sizes(sizes, ties)
+    return ModelShape(sizes, parameters, config.get("max_position_embeddings"))
+
+
+def _count_stored(directory: Path, ties: bool) -> int | None:
+    """Return the number of parameters in the directory's files, tied ones once; None if there are no such files."""
+    files = sorted(directory.glob("*.safetensors"))
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        shapes |= {name: entry["shape"] for name, entry in _read_header(file).items() if name != "__metadata__"}
+    if ties and any("embed" in name for name in shapes):
+        shapes.pop("lm_head.weight", None)
+    return sum(map(math.prod, shapes.values())) if files else None
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        return json.loads(stream.read(length))  # type: ignore[no-any-return]
+
+
+def _count_by_sizes(sizes: LayerSizes, ties: bool) -> int:
+    matrices = sum(inputs * outputs for inputs, outputs in sizes.linear_layers().values())
+    tables = sizes.vocab_size * sizes.hidden_size * (1 if ties else 2)
+    return tables + sizes.num_hidden_layers * (matrices + 2 * sizes.hidden_size) + sizes.hidden_size

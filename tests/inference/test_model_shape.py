@@ -1,0 +1,55 @@
+"""Sizes of a model from its files, compared with the model itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from headrace.inference.model_shape import read_shape
+from headrace.trainer.lora import add_lora
+from tests.inference.shapes import QWEN_4B, QWEN_32B
+
+
+def test_parameters_are_counted_from_the_headers_and_tied_ones_once(model_directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    shape = read_shape(model_directory)
+    assert shape is not None
+    assert shape.parameters == model.num_parameters()
+    assert shape.sizes.hidden_size == model.config.hidden_size
+    assert shape.positions == model.config.max_position_embeddings
+
+
+def test_without_files_parameters_follow_from_the_sizes(model_directory: Path, tmp_path: Path) -> None:
+    shutil.copy(model_directory / "config.json", tmp_path)
+    estimated, counted = read_shape(tmp_path), read_shape(model_directory)
+    assert estimated is not None
+    assert counted is not None
+    assert estimated.parameters == pytest.approx(counted.parameters, rel=0.01)  # but for biases and norms of heads
+
+
+@pytest.mark.parametrize("changed", [{"hidden_size": None}, {"num_experts": 8}])
+def test_a_model_with_other_keys_has_no_shape(
+    changed: dict[str, int | None], model_directory: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((model_directory / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_shape(tmp_path) is None
+
+
+def test_an_adapter_has_the_parameters_that_the_trainer_adds(model_directory: Path) -> None:
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        model = AutoModelForCausalLM.from_pretrained(model_directory)
+        add_lora(model, r=4, alpha=8, target_modules=targets)
+        shape = read_shape(model_directory)
+        assert shape is not None
+        added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert shape.adapter_parameters(4, targets) == added
+
+
+def test_keys_and_values_of_a_token() -> None:
+    assert QWEN_4B.kv_bytes(2) == 2 * 36 * 8 * 128 * 2
+    assert QWEN_32B.kv_bytes(2) == 2 * 64 * 8 * 128 * 2
