@@ -3,10 +3,13 @@
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.cli.main import main
 from headrace.orchestrator.audit import find_violations
+from headrace.transport.checkpoint_files import TENSORS, BlockDigests, CheckpointMarker, block_digest
+from headrace.transport.files import MARKER, link_tree
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.run_dir import RunDir
 
@@ -65,6 +68,23 @@ def test_each_kind_of_damage_is_named(statement: str, expected: str, run: RunDir
     change(run, statement)
     assert expected in found(run)
     assert main(["audit", str(run.root)]) == 1
+
+
+def test_a_damaged_checkpoint_is_named_and_one_without_digests_is_not(run: RunDir, capsys: pytest.CaptureFixture[str]):
+    for step in (1, 2):
+        checkpoint = run.checkpoints / f"step-{step:08d}"
+        path = checkpoint / TENSORS / "a.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"abcdef")
+        digests = BlockDigests(6, 4, [block_digest(bytearray(b"abcd")), block_digest(bytearray(b"ef"))])
+        marker = CheckpointMarker(step, tensors={path.name: digests} if step == 2 else {})
+        (checkpoint / MARKER).write_bytes(msgspec.json.encode(marker))
+    link_tree(run.checkpoints / "step-00000002", run.checkpoints / "permanent" / "step-00000002")
+    assert main(["audit", str(run.root)]) == 0
+    path.write_bytes(b"abcdEf")
+    capsys.readouterr()
+    assert main(["audit", str(run.root)]) == 1
+    assert capsys.readouterr().out.count(f"{path.name} is damaged: 1 of 2 blocks differ, the first at byte 4") == 1
 
 
 def test_a_run_without_a_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

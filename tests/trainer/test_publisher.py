@@ -162,3 +162,17 @@ def test_two_ranks_publish_what_they_hold_together(directory: Path, store: Weigh
     assert_same(found, stored(store, V2))
     original = load_file(directory / "model.safetensors")
     assert_same(found, {name: tensor.bfloat16() for name, tensor in original.items()})
+
+
+def test_versions_older_than_the_acknowledged_one_give_their_memory_to_the_next(
+    directory: Path, store: WeightStore
+) -> None:
+    publisher = Publisher(store, PackedModel(directory), host="127.0.0.1")
+    for version in (V1, V2):
+        publisher.publish(version)
+    store.acknowledge(V2)
+    publisher.publish(V3)
+    assert_same(received(store, V2), received(store, V3))  # an engine that restarts needs V2
+    with pytest.raises(WeightsUnreachable, match="no such version"):
+        received(store, V1)
+    publisher.close()

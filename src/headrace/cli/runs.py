@@ -84,13 +84,14 @@ def run_audit(arguments: argparse.Namespace) -> int:
     from headrace.algorithms.rae import Rae, RaeConfig
     from headrace.launch.saved_config import read_rl_run
     from headrace.orchestrator.audit import find_state_violations, find_violations, format_report
+    from headrace.transport.checkpoint_files import find_damage_of_all
     from headrace.transport.journal import Journal
 
     run = RunDir(find_run(arguments.run))
     if not run.journal.is_file():
         raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
     journal = Journal(run.journal, read_only=True)
-    problems = find_violations(run, journal)
+    problems = [*find_violations(run, journal), *find_damage_of_all(run.checkpoints)]
     if run.config.is_file():
         config = read_rl_run(run.root).orchestrator
         chosen = {env.name: config.algo_of(env) for env in config.train.env}

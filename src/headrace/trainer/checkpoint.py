@@ -1,36 +1,43 @@
 """Checkpoints: `step-00000050/` with every tensor of model and optimizer, the model's other files and the counters.
 
 A resumed run repeats an uninterrupted one bit for bit on a CPU. The learning rate is a function of the step and has no
-state. Each rank writes its shards asynchronously as safetensors with their offsets, which any number of ranks can read.
-No pickle.
+state. Each rank writes its shards as safetensors with their offsets, which any number of ranks can read: in the
+background from one copy in host memory if that fits, else streamed to disk while training waits. The marker has digests
+of the files, and a damaged one is refused. No pickle.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
-import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from headrace.errors import BadInput
+from headrace.machine import free_memory
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.fingerprint import Fingerprint
+from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS, fits_host
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.tensor_files import (
+    DamagedFile,
+    SavedShard,
+    TensorFileWriter,
+    load_shards,
+    local_shards,
+    read_shards,
+    write_shards,
+)
+from headrace.transport.checkpoint_files import TENSORS, CheckpointMarker, read_marker
 from headrace.transport.files import MARKER, link_tree, sync
 
+log = logging.getLogger(__name__)
+
 MODEL = "model"
-TENSORS = "tensors"
 STATE = "state.json"
 PERMANENT = "permanent"
 
@@ -51,26 +58,35 @@ class TrainState(msgspec.Struct):
     schema: int = SCHEMA
 
 
-class _Marker(msgspec.Struct):
-    step: int
-    schema: int = SCHEMA
-
-
 class Checkpoints:
     """The `checkpoints/` directory of a run. Every rank makes the same calls; one checkpoint is written at a time."""
 
     def __init__(self, directory: Path, ranks: Ranks, *, keep_last: int, permanent_interval: int | None = None) -> None:
         self.directory, self.ranks = directory, ranks
         self.keep_last, self.permanent_interval = keep_last, permanent_interval
-        self._group = dist.new_group(backend="gloo")  # another one, for use by another thread
-        self._unfinished: tuple[int, Path, DefaultStager, Future[Any]] | None = None
-        """Step and draft of the checkpoint that is being written by a thread, from a copy."""
+        self.copies: bool | None = None
+        """Whether a checkpoint is copied to host memory as a whole; None until that is decided."""
+        self._unfinished: tuple[int, Path, TensorFileWriter] | None = None
+        """Step and draft of the checkpoint that is being written."""
         if ranks.first:
             sweep(directory)
             sweep(directory / PERMANENT)
 
+    def plan(self, size: int, free: int) -> int:
+        """Decide for this rank's `size` bytes whether a copy fits into `free` bytes; return the bytes that it takes."""
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        total = ranks_here * self.ranks.most(size)
+        self.copies = self.ranks.all(fits_host(total, free))
+        how = (
+            "copied to host memory and written in the background"
+            if self.copies
+            else "streamed to disk while training waits"
+        )
+        log.info("checkpoints of %.1f GB are %s: %.1f GB of host memory is free", total / 1e9, how, free / 1e9)
+        return size if self.copies else min(size, STREAM_BUCKETS * BUCKET_BYTES)
+
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:
-        """Copy the tensors and start to write them asynchronously, after the previous checkpoint is complete."""
+        """Start to write the tensors, which may change after the return, once the previous checkpoint is complete."""
         self.finish(wait=True)
         draft = self.directory / f".{_name(state.step)}.tmp"
         if self.ranks.first:
@@ -78,30 +94,31 @@ class Checkpoints:
             write_files(draft / MODEL)
             (draft / STATE).write_bytes(msgspec.json.encode(state))
         self.ranks.wait_for_all()
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        writer = HuggingFaceStorageWriter(str(draft / TENSORS), save_distributed=True)
-        saving = async_save(tensors, storage_writer=writer, async_stager=stager, process_group=self._group)
-        self._unfinished = state.step, draft, stager, cast(Future[Any], saving)
+        shards = local_shards(tensors, with_whole=self.ranks.first)
+        if self.copies is None:
+            self.plan(sum(shard.local.nbytes for shard in shards), free_memory())
+        path = draft / TENSORS / f"shard-{self.ranks.index + 1:05d}-model-00001-of-00001.safetensors"
+        writer = write_shards(path, shards, blocks=None if self.copies else STREAM_BUCKETS)
+        self._unfinished = state.step, draft, writer
 
     def finish(self, *, wait: bool = False) -> int | None:
         """Complete the checkpoint that is being written, if all ranks have written their shards; return its step."""
         if self._unfinished is None:
             return None
-        step, draft, stager, saving = self._unfinished
-        if not (wait or self.ranks.all(saving.done())):
+        step, draft, writer = self._unfinished
+        if not (wait or self.ranks.all(writer.is_done)):
             return None
-        saving.result()
-        stager.close()
-        self.ranks.wait_for_all()
-        if self.ranks.first:
-            self._complete(step, draft)
-        self.ranks.wait_for_all()
         self._unfinished = None
+        digests = self.ranks.gather((writer.path.name, writer.finish()))
+        if self.ranks.first:
+            self._complete(draft, CheckpointMarker(step, tensors=dict(digests)))
+        self.ranks.wait_for_all()
         return step
 
-    def _complete(self, step: int, draft: Path) -> None:
+    def _complete(self, draft: Path, marker: CheckpointMarker) -> None:
         """Publish a draft atomically; then delete all but the newest `keep_last`."""
-        (draft / MARKER).write_bytes(msgspec.json.encode(_Marker(step)))
+        step = marker.step
+        (draft / MARKER).write_bytes(msgspec.json.encode(marker))
         for path in (*draft.rglob("*"), draft):
             if path.parent.name != TENSORS:  # tensors are fsynced when written
                 sync(path)
@@ -136,8 +153,7 @@ def latest(directory: Path) -> Path | None:
 
 def read_state(checkpoint: Path) -> TrainState:
     """Return the state of a complete checkpoint."""
-    if not (checkpoint / MARKER).is_file():
-        raise FileNotFoundError(f"{checkpoint} has no {MARKER}: it is not a checkpoint, or incomplete")
+    read_marker(checkpoint)
     return decode_versioned((checkpoint / STATE).read_bytes(), TrainState, str(checkpoint / STATE))
 
 
@@ -163,16 +179,35 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
 
 def saved_names(checkpoint: Path) -> Collection[str]:
     """Return the names of a checkpoint's tensors."""
-    try:
-        return HuggingFaceStorageReader(str(checkpoint / TENSORS)).read_metadata().state_dict_metadata.keys()
-    except SafetensorError as error:
-        fact = f"the checkpoint is damaged: {error}"
-        raise BadInput(fact, file=checkpoint, fix="Move it away to resume from the checkpoint before it.") from error
+    return {shard.name for shard in _saved_shards(checkpoint)}
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Read tensors in place, each rank its shards; all must be in the checkpoint. Every rank must call it."""
-    load(tensors, storage_reader=HuggingFaceStorageReader(str(checkpoint / TENSORS)))
+    """Read tensors in place, each rank its shards; all must be in the checkpoint."""
+    saved, digests = _saved_shards(checkpoint), read_marker(checkpoint).tensors
+    try:
+        load_shards(saved, local_shards(tensors), digests)
+    except DamagedFile as error:
+        raise _damaged(checkpoint, error.path, str(error)) from error
+    except ValueError as error:
+        fact = f"the checkpoint is of another model: {error}"
+        raise ResumeError(fact, file=checkpoint, fix="Resume with the model that it was saved with.") from error
+
+
+def _saved_shards(checkpoint: Path) -> list[SavedShard]:
+    paths = sorted((checkpoint / TENSORS).glob("*.safetensors"))
+    if missing := sorted(read_marker(checkpoint).tensors.keys() - {path.name for path in paths}):
+        raise _damaged(checkpoint, checkpoint / TENSORS / missing[0], "it is missing")
+    try:
+        return [shard for path in paths for shard in read_shards(path)]
+    except DamagedFile as error:
+        raise _damaged(checkpoint, error.path, str(error)) from error
+
+
+def _damaged(checkpoint: Path, file: Path, fact: str) -> BadInput:
+    before = [path.name for path in complete(checkpoint.parent) if path.name < checkpoint.name]
+    then = f"resume from {before[-1]}" if before else "start the run again: there is no checkpoint before it"
+    return BadInput(f"the checkpoint is damaged: {fact}", file=file, fix=f"Move {checkpoint} away to {then}.")
 
 
 def _name(step: int) -> str:

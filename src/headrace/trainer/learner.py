@@ -19,17 +19,20 @@ import torch
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput, Failure
 from headrace.inference.colocation import ColocatedEngines
+from headrace.machine import free_memory
 from headrace.rollout.packing import pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.trainer import checkpoint
 from headrace.trainer.checkpoint import Checkpoints, ResumeError, TrainState, starting_point
+from headrace.trainer.host_copies import checkpoint_bytes
 from headrace.trainer.loss import Loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer, learning_rate_factor, update_rule
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import StepResult, TrainStep
+from headrace.trainer.tensor_files import local_shards
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 from headrace.transport.files import write_directory
 
@@ -177,8 +180,20 @@ class Learner:
             return True
         return not self._skipped.in_a_row and step // ckpt.interval > self._saved_step // ckpt.interval
 
+    def plan_checkpoints(self, others: int = 0) -> int:
+        """Decide how checkpoints are written; return the bytes of host memory that it takes on this rank.
+
+        `others`: bytes that will be allocated besides.
+        """
+        optim = self.config.optim
+        trained = sum(shard.local.numel() for shard in local_shards(self.model.learned()))
+        free = free_memory() - others
+        if optim.offload_state and not self.optimizer.state_tensors():
+            free -= trained * optim.state_bytes  # allocated by the first step
+        return self.checkpoints.plan(checkpoint_bytes(trained, optim), free)
+
     def begin_checkpoint(self) -> None:
-        """Start to save the current state; it is written asynchronously."""
+        """Start to save the current state, which may change after the return."""
         model, state = self.model.learned(), self.optimizer.state_tensors()
         tensors = prefixed(MODEL, model) | prefixed(OPTIMIZER, state)
         self.checkpoints.begin(tensors, self.model.write_files, self.state)

@@ -13,6 +13,7 @@ from headrace.inference.weights.published import find_mismatch
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.checkpoint import ResumeError
+from headrace.trainer.host_copies import PUBLISHED_COPIES
 from headrace.trainer.learner import Learner
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.model import PackedModel
@@ -68,6 +69,11 @@ class Publisher:
             fix = 'Set inference.engine = "vllm", or choose a model without experts.'
             raise UnsupportedModel(fact, key="model.name", value=model.directory, fix=fix)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of this rank's host memory for the versions that it serves."""
+        return 0 if self._sender is None else PUBLISHED_COPIES * self._size()
+
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Publish the current weights as `version`; `lasting`: as files, available after this process has ended."""
         if self._linked and not lasting:
@@ -97,6 +103,9 @@ class Publisher:
         if self._sender is None:
             deque(tensors, maxlen=0)  # takes part in gathering
             return
+        acknowledged = self._weights.acknowledged()
+        needed = [each for each in self._weights.published() if acknowledged is None or each >= acknowledged]
+        self._sender.keep(needed)  # before the copy, which reuses the memory of the others
         snapshot = take_snapshot(tensors, buffer=self._sender.writable_buffer(self._size))
         sender = self._sender
 

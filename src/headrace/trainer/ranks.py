@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.transport.files import draft_of, write_directory
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -75,6 +77,15 @@ class Ranks:
     def all(self, condition: bool) -> bool:
         """Return whether the condition holds on all ranks, the same on every rank."""
         return not self.any(not condition)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order."""
+        values: list[T | None] = [None] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        else:
+            values = [value]
+        return values  # type: ignore[return-value]
 
     def wait_for_all(self) -> None:
         self.most(0)

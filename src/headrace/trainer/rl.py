@@ -23,6 +23,7 @@ from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
+from headrace.trainer.host_copies import pin_ahead
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import Loss, ce_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
@@ -72,6 +73,9 @@ class RlTrainer:
         self.alternates = engines is not None and engines.alternates
         lock = run.device_lock if self.alternates else None
         self.device_lock = TrainerDeviceLock(lock, learner.model.device, status)
+        if on_gpu and learner.state.step < learner.max_steps:
+            published = self.publisher.host_bytes
+            pin_ahead(published + learner.plan_checkpoints(published), learner.model.device)
         self.metrics = MetricsLog(run.metrics, "trainer")
         if learner.model.compiles and on_gpu and learner.state.step < learner.max_steps:
             status.set("compiling")  # ahead of the first step, without the device lock: engines start meanwhile

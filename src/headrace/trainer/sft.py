@@ -23,6 +23,7 @@ from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
 from headrace.text.sft_conversation import render_sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
+from headrace.trainer.host_copies import pin_ahead
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
@@ -72,6 +73,8 @@ class SftTrainer:
             if config.inference.engine == "embedded":
                 self.publisher.check_embedded()
             enter_incarnation(learner, run, self.publisher, resuming=resume is not None)
+        if learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
+            pin_ahead(learner.plan_checkpoints(), learner.model.device)
         status.set("reading the data")
         rows = open_rows(config.data) if config.data.env is None else None
         if rows is not None:
