@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from headrace.trainer.attention import _attend
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations
 from headrace.trainer.model import hidden_states
 from headrace.trainer.packed_row import Kernel, PackedRow, make_row
@@ -111,6 +113,43 @@ def test_generated_code_computes_the_same(kernel: Kernel):
     for sequences in KINDS:
         _, grads = backward_through(module, make_row(sequences, CPU, kernel))
         assert_close(grads, backward_through(plain, make_row(sequences, CPU))[1])
+
+
+class AttentionLayer(torch.nn.Module):
+    """A layer of operators that exist, so that the code generator has nothing to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = 0.3
+        self.first, self.second = (torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        query, key = self.first(hidden).unsqueeze(1), hidden.detach().unsqueeze(1)
+        tokens = len(hidden)
+        states, _ = _attend(query, key, key, keys, starts, starts, tokens, tokens, False, self.scaling, None)
+        return self.second(states.flatten(1))
+
+
+def test_each_kind_of_layer_is_traced_once_and_comes_from_the_cache_in_the_next_run():
+    tracings = torch._dynamo.utils.counters["aot_autograd"]
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            tracings.clear()
+            layers = [AttentionLayer() for _ in range(6)]
+            checkpoint_layers(layers[:2], "attention")
+            checkpoint_layers(layers[2:4], "selective")
+            compile_layers(layers)
+            for length in (5, 9, 12):
+                hidden, starts = (
+                    torch.randn(length, 16, requires_grad=True),
+                    torch.tensor([0, length], dtype=torch.int32),
+                )
+                for layer in layers:
+                    hidden = layer(hidden, torch.arange(length), starts)
+                hidden.sum().backward()
+            assert tracings["total"] == 3
+    assert (tracings["autograd_cache_hit"], tracings["autograd_cache_miss"]) == (3, 0)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,11 @@ compiler it does not pass through autograd.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +49,9 @@ def checkpoint_layers(layers: Iterable[torch.nn.Module], mode: Checkpointing) ->
     policies = {"attention": _save_attention, "selective": _save_attention_and_products}
     options: dict[str, Any] = {}
     if mode != "full":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policies[mode])
+        options["context_fn"] = context = partial(create_selective_checkpoint_contexts, policies[mode])
+        # Without it, layers are not taken from the compiler's caches of earlier runs. It covers the policies' code.
+        vars(context)["cache_hash"] = f"{mode} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
     for layer in layers:
         layer.forward = _checkpointed(layer.forward, options)
 
@@ -218,6 +222,8 @@ def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor",
 
     # Beyond its own limit (8 for all layers) the compiler runs new programs uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_PROGRAMS)
+    # A symbolic float becomes a constant in the end, but only after the layer has been traced twice.
+    torch._dynamo.config.specialize_float = True
     # Fuse the gradients of norms for all lengths: otherwise short and long rows are two programs.
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):  # not in every version of torch
         config.triton.mix_order_reduction_non_strict_mode = True

@@ -41,6 +41,7 @@ class CompiledLayers:
         settings = torch._dynamo.config  # thread-local from torch 2.12 on
         if settings.recompile_limit < MAX_PROGRAMS:
             settings.recompile_limit = MAX_PROGRAMS
+            settings.specialize_float = True  # symbolic floats become constants, but after a second tracing
         self._is_on = True
         try:
             yield
