@@ -1,12 +1,13 @@
-"""The garbage collector of a process that has loaded everything, and the memory that the kernel reports."""
+"""The garbage collector of a process that has loaded everything, the kernel's view of memory, and cache directories."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.machine import HostMemory
+from headrace.machine import HostMemory, keep_compiled_kernels
 
 PROGRAM = """
 import gc
@@ -135,3 +136,21 @@ def test_a_container_that_shows_the_path_of_its_host_is_found_at_the_mount(tmp_p
 
 def test_this_machine_has_memory() -> None:
     assert 0 < HostMemory().free() <= HostMemory().total()
+
+
+def test_compiled_kernels_are_kept_in_the_cache_directory_unless_the_user_names_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    chosen = {"HEADRACE_CACHE": str(tmp_path / "cache"), "TRITON_CACHE_DIR": "/chosen"}
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    keep_compiled_kernels()
+    folder = tmp_path / "cache" / "compiled" / "inductor"
+    assert os.environ == {**chosen, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    assert folder.is_dir()
+
+
+def test_a_cache_directory_that_cannot_be_made_is_not_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "environ", {"HEADRACE_CACHE": str(tmp_path / "file")})
+    keep_compiled_kernels()
+    assert os.environ == {"HEADRACE_CACHE": str(tmp_path / "file")}

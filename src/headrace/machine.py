@@ -1,4 +1,4 @@
-"""GPUs and memory of this machine, without torch, and limits and garbage collector of this process."""
+"""GPUs, memory and cache directory of this machine, without torch, and limits and garbage collector of this process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,33 @@ from pathlib import Path
 
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
 MAX_OPEN_FILES = 65_536
+CACHE_VARIABLE = "HEADRACE_CACHE"
+"""The environment variable with the cache directory of Headrace; in a run, its storage root."""
+COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""By the variable that names it, the folder of a compiler's cache."""
+
+
+def cache_directory() -> Path:
+    """Return `$HEADRACE_CACHE`, else the user's cache directory."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headrace"
+
+
+def keep_compiled_kernels() -> None:
+    """Name a lasting directory for compiled kernels in this process's environment; call it before importing torch.
+
+    The default of torch is in /tmp, which may be gone in the next run. Variables that are set, and a cache directory
+    that cannot be written, are left alone.
+    """
+    for variable, name in COMPILE_CACHES.items():
+        folder = cache_directory() / "compiled" / name
+        if variable not in os.environ:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                os.environ[variable] = str(folder)
 
 
 def visible_gpus() -> list[str]:

@@ -23,7 +23,7 @@ from headrace.launch.process import PARENT_VAR, stop_with_launcher
 from headrace.launch.run_directory import LATEST, plan_directory
 from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
 from headrace.launch.supervisor import is_up
-from headrace.machine import frozen_imports
+from headrace.machine import frozen_imports, keep_compiled_kernels
 from headrace.observe.monitors import forwarding
 from headrace.observe.status import Status, setup_logging
 from headrace.runfile.run import RunConfig
@@ -130,6 +130,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
             value=arguments.sharing,
             fix="Leave out --sharing, or start one rank.",
         )
+    keep_compiled_kernels()
     config = read_run(arguments.run)
     run = run_directory(config)
     resume = _check_resume(run.root, arguments.resume)

@@ -16,7 +16,7 @@ from headrace.inference.colocation import ColocatedTrainer
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
-from headrace.machine import frozen_imports
+from headrace.machine import frozen_imports, keep_compiled_kernels
 from headrace.observe.status import setup_logging
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.runfile.run import RunConfig
@@ -58,6 +58,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     alone = arguments.alone or (arguments.name is None and is_over(Path(arguments.target)))
     config = read_target(arguments.target, arguments.overrides, alone=alone)
     run = None if config.output_dir is None else RunDir(config.output_dir)
+    keep_compiled_kernels()
     with frozen_imports():  # takes seconds: after the arguments were checked
         import_renderers()
         from headrace.inference.server.main import serve

@@ -11,9 +11,8 @@ from pydantic import Field
 
 from headrace.config.base import Config
 from headrace.config.model import HttpUrl
+from headrace.machine import CACHE_VARIABLE
 
-CACHE_VARIABLE = "HEADRACE_CACHE"
-"""The environment variable with the cache directory of Headrace; in a run, its storage root."""
 EXPORTED_WINS = ("HF_HUB_OFFLINE", "WANDB_MODE")
 """Environment variables whose exported value takes precedence over that of a run file."""
 

@@ -18,12 +18,13 @@ from typing import Any
 from headrace import __version__
 from headrace.config.base import ConfigError
 from headrace.config.files import dump, read_toml
-from headrace.config.launch import CACHE_VARIABLE, LaunchConfig
+from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.sft import SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.local import make_supervisor
 from headrace.launch.saved_config import pin, read_model_file, save
+from headrace.machine import cache_directory
 from headrace.runfile.reading import value_at
 from headrace.text.hub import model_directory
 from headrace.transport.lock import lock
@@ -32,14 +33,6 @@ from headrace.transport.run_dir import RunDir
 TINY_SEED = 0
 TINY_RECIPE = 2
 """Raise it when `trainer/tiny.py` writes another model, so that models cached before are not used."""
-
-
-def cache_directory() -> Path:
-    """Return `$HEADRACE_CACHE`, else the user's cache directory."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
 def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:

@@ -16,9 +16,9 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
-from headrace.launch.origin import cache_directory
 from headrace.launch.process import set_variables
 from headrace.launch.saved_config import pin
+from headrace.machine import cache_directory
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from tests.environments.hackable.files import SPEC, load_tree, run_of, small, write_store

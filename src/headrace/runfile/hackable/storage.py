@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.config.launch import CACHE_VARIABLE
+from headrace.machine import CACHE_VARIABLE
 from headrace.runfile.hackable.sections import AuthConfig
 
 MODELS, DATASETS = "models", "datasets"

@@ -17,8 +17,8 @@ import msgspec
 import tomli_w
 
 from headrace.config.base import Tree
-from headrace.config.launch import CACHE_VARIABLE
 from headrace.errors import BadInput
+from headrace.machine import CACHE_VARIABLE
 from headrace.runfile.reading import put
 from headrace.runfile.run import SHARED
 from headrace.tools.hub.repository import Repository, Snapshot
