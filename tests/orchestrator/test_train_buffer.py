@@ -1,7 +1,9 @@
 """Finished groups until they fill a batch."""
 
+import math
+
 from headrace.orchestrator.signals import Kind, ScoredGroup
-from headrace.orchestrator.train_buffer import TrainBuffer
+from headrace.orchestrator.train_buffer import EpisodeCapacity, TrainBuffer
 from headrace.rollout.types import Group, Rollout, Sample, Task
 
 
@@ -93,3 +95,51 @@ def test_dropped_groups_no_longer_count():
     assert names(buffer.drop(lambda scored: scored.group.id == "a")) == ["a"]
     assert (buffer.rollouts, buffer.tokens) == (2, 10)
     assert not buffer.is_full
+
+
+def wave(capacity: EpisodeCapacity, rollouts: int) -> int:
+    capacity.begin_wave(rollouts)
+    return capacity.rest_of_wave
+
+
+def test_a_wave_is_what_is_missing_while_nothing_is_rejected():
+    capacity = EpisodeCapacity(in_waves=True, batch_size=64, group_size=8)
+    assert wave(capacity, 64) == 64
+    for draw in range(8):
+        capacity.record_kept(draw, credited=8, kept=8)
+    capacity.begin_step(surplus=[])
+    assert wave(capacity, 64) == 64
+
+
+def test_a_wave_allows_for_what_the_waves_before_it_lost():
+    capacity = EpisodeCapacity(in_waves=True, batch_size=64, group_size=8)
+    for draw in range(8):
+        capacity.record_kept(draw, credited=8, kept=8 * (draw % 2))
+    # 32 are missing and half is kept: 64, and 2 * sqrt(32 * 8 * .5) = 22.6 for one standard deviation
+    assert wave(capacity, 32) == 87
+
+
+def test_a_step_begins_with_what_the_last_one_needed_and_not_with_its_surplus():
+    capacity = EpisodeCapacity(in_waves=True, batch_size=64, group_size=8)
+    for draw in range(30):  # the even ones are rejected: draw 15 fills the batch, 17 to 29 are in surplus
+        capacity.record_kept(draw, credited=8, kept=8 * (draw % 2))
+    capacity.begin_step(surplus=range(17, 30, 2))
+    # 17 draws credited 136, and kept at most 71 of them, with less than a group to spare
+    share = 71 / 136
+    assert wave(capacity, 64) == math.ceil(math.ceil((64 + math.sqrt(64 * 8 * (1 - share))) / share))
+
+
+def test_a_wave_has_at_most_eight_times_what_is_missing_and_a_margin():
+    capacity = EpisodeCapacity(in_waves=True, batch_size=64, group_size=8)
+    capacity.record_kept(0, credited=800, kept=1)
+    assert wave(capacity, 64) == math.ceil(8 * (64 + math.sqrt(64 * 8 * 7 / 8)))
+
+
+def test_a_resumed_run_has_the_waves_of_an_uninterrupted_one():
+    uninterrupted, resumed = (EpisodeCapacity(in_waves=True, batch_size=64, group_size=8) for _ in range(2))
+    credited = dict.fromkeys(range(30), 8)
+    for draw, count in credited.items():
+        uninterrupted.record_kept(draw, count, kept=count * (draw % 3 == 0))
+    uninterrupted.begin_step(surplus=[27])
+    resumed.continue_after(credited, surplus=[27])
+    assert wave(uninterrupted, 64) == wave(resumed, 64) > 128

@@ -25,7 +25,7 @@ from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_buffer import EpisodeCapacity, TrainBuffer
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
-from headrace.transport.journal import Lesson
+from headrace.transport.journal import ON_POLICY, Lesson
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,11 @@ class Pipeline:
         self._groups_in_processing = 0
         self._episodes_in_processing = 0
         """Episodes of training groups in processing."""
-        self._capacity = EpisodeCapacity(in_waves=settings.max_async_level == 0)
+        self._capacity = EpisodeCapacity(
+            in_waves=settings.max_async_level == 0,
+            batch_size=settings.batch_size,
+            group_size=max(settings.group_sizes.values(), default=1),
+        )
         self._published = version
         self._loading = False
         self._final_eval_queued = False
@@ -111,8 +115,15 @@ class Pipeline:
         self._commit_at: float | None = None
         self._waits: defaultdict[str, float] = defaultdict(float)
         buffer.drop_missing(source.missing)
+        last_step = []
         for lesson in past:
             self._add_lesson(lesson)
+            if lesson.step == step - 1:
+                last_step.append(lesson)
+        self._capacity.continue_after(
+            {lesson.draw: len(lesson.rewards) for lesson in last_step},
+            [lesson.draw for lesson in last_step if lesson.surplus],
+        )
         source.learn()
 
     # -- events in, actions out -----------------------------------------------------------------------------------
@@ -330,6 +341,7 @@ class Pipeline:
             return
         self._episodes_in_processing -= scored.group.size
         self._record_group(scored)
+        self._capacity.record_kept(scored.group.draw_id, len(scored.credited), len(scored.rollouts))
         _fail_if(self._empty_batches.record_group(scored, self.step, self.train_buffer.rollouts_per_batch))
         if not scored.rollouts:
             return
@@ -397,8 +409,9 @@ class Pipeline:
         step, self.step = self.step, self.step + 1
         self._shipping = True
         if step == self.settings.max_steps or self.settings.max_async_level == 0:
-            reason = "max_steps" if step == self.settings.max_steps else "on_policy"
-            self._drop_training(reason, lambda group: True, lambda scored: True)
+            reason = "max_steps" if step == self.settings.max_steps else ON_POLICY
+            surplus = self._drop_training(reason, lambda group: True, lambda scored: True)
+            self._capacity.begin_step([scored.group.draw_id for scored in surplus])
         else:  # ages are counted from the batch being collected: each step makes every open group one step older
             self._drop_training(
                 self._age_reason,
@@ -427,17 +440,19 @@ class Pipeline:
 
     @property
     def _age_reason(self) -> str:
-        return "off_policy" if self.settings.max_async_level else "on_policy"
+        return "off_policy" if self.settings.max_async_level else ON_POLICY
 
     def _drop_training(
         self, reason: str, drop_open: Callable[[Group], bool], drop_scored: Callable[[ScoredGroup], bool]
-    ) -> None:
-        """Cancel the open groups and drop the buffered groups that match; their episodes arrive with this reason."""
+    ) -> list[ScoredGroup]:
+        """Cancel the open groups that match, whose episodes arrive with this reason; drop and return buffered ones."""
         inflight, finished = self.scheduler.cancel(drop_open, reason)
         self._actions += [signals.CancelEpisode(episode, reason) for episode in inflight]
         for complete in finished:
             self._on_complete(complete)
-        self.buffer.drop_groups(self.train_buffer.drop(drop_scored), reason)
+        dropped = self.train_buffer.drop(drop_scored)
+        self.buffer.drop_groups(dropped, reason)
+        return dropped
 
     # -- time -----------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
+
+WAVE_MARGIN = 1.0
+"""Standard deviations of the kept rollouts by which a wave is larger than it must be on average."""
+MIN_KEPT_SHARE = 0.125
+"""Lowest share of kept rollouts that a wave allows for, so that its size is bounded."""
 
 
 class _Lengths(msgspec.Struct):
@@ -114,26 +119,66 @@ class EpisodeCapacity:
     """How many training episodes to open, estimated from the rollouts per episode of the credited groups.
 
     `in_waves` (level 0): episodes start in waves, the next one when all episodes of the last are credited, so the speed
-    of single episodes has no influence on the batches.
+    of single episodes has no influence on the batches. The engines run nearly empty at the end of every wave, so waves
+    allow for the rollouts that gates and filters reject, by the share that they kept in this step and the one before.
+    What is kept in surplus is dropped with the step. The size of a wave is a function of earlier waves, so a resumed
+    run, whose interrupted step begins again, has the same ones.
     """
 
-    def __init__(self, *, in_waves: bool) -> None:
+    def __init__(self, *, in_waves: bool, batch_size: int | None = None, group_size: int = 1) -> None:
+        """`batch_size`: rollouts per batch, None if batches are measured in tokens; `group_size`: the largest."""
         self.in_waves = in_waves
+        self._batch_size = batch_size
+        self._group_size = group_size
         self._rollouts = self._episodes = 0
         self._wave = 0
         """Episodes of the current wave that are not opened yet."""
+        self._credited: dict[int, int] = {}
+        """Credited rollouts of the current step by draw."""
+        self._kept = 0
+        """Those of them that gates and filters kept."""
+        self._last_credited = self._last_kept = 0
+        """Credited and kept rollouts of the step before, without what came after its batch was full."""
 
     def record_credit(self, rollouts: int, episodes: int) -> None:
         """Count the rollouts that the episodes of a group produced: several agents may play in one episode."""
         self._rollouts += rollouts
         self._episodes += episodes
 
+    def record_kept(self, draw: int, credited: int, kept: int) -> None:
+        """Count the credited rollouts of a group of the current step, and what gates and filters kept of them."""
+        if self.in_waves:
+            self._credited[draw] = credited
+            self._kept += kept
+
+    def begin_step(self, surplus: Collection[int]) -> None:
+        """Begin a step. `surplus`: draws of the last one that were credited and kept, but not needed for its batch."""
+        self.continue_after(self._credited, surplus)
+        self._credited, self._kept = {}, 0
+
+    def continue_after(self, credited: Mapping[int, int], surplus: Collection[int]) -> None:
+        """Set the share of kept rollouts from the last step: its credited rollouts by draw, and the draws in surplus.
+
+        How many it kept is not recorded, only that what was drawn before the surplus filled a batch with less than a
+        group to spare.
+        """
+        if self._batch_size is not None:
+            end = min(surplus, default=None)
+            self._last_credited = sum(count for draw, count in credited.items() if end is None or draw < end)
+            self._last_kept = min(self._last_credited, self._batch_size + self._group_size - 1)
+
     def record_opened(self, episodes: int) -> None:
         self._wave -= episodes
 
     def begin_wave(self, rollouts: int) -> None:
-        """Begin the wave that produces `rollouts`. All earlier episodes must be credited."""
-        self._wave = self.episodes_for(rollouts, in_processing=0)
+        """Begin the wave that produces `rollouts`. All earlier episodes must be credited.
+
+        Of n groups, each kept with probability p, n * p are kept, with a standard deviation of sqrt(n * p * (1 - p)).
+        """
+        credited = sum(self._credited.values()) + self._last_credited
+        kept = max(MIN_KEPT_SHARE, (self._kept + self._last_kept) / credited) if credited else 1.0
+        margin = WAVE_MARGIN * math.sqrt(rollouts * self._group_size * max(0.0, 1 - kept))
+        self._wave = self.episodes_for(math.ceil((rollouts + margin) / kept), in_processing=0)
 
     @property
     def rest_of_wave(self) -> int:

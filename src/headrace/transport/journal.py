@@ -29,7 +29,9 @@ JOURNAL_SCHEMA = 4
 
 GROUP_FAILED = "group_failed"
 """Drop reason of a successful rollout in a group that could not be scored because another one failed."""
-NO_FAILURE = frozenset({"off_policy", "on_policy", "max_steps", "task_gone", "not_trainable", "cancelled"})
+ON_POLICY = "on_policy"
+"""Drop reason of what is left over when a step ships, with `max_async_level = 0`."""
+NO_FAILURE = frozenset({"off_policy", ON_POLICY, "max_steps", "task_gone", "not_trainable", "cancelled"})
 """Reasons for a draw without credit that do not count as failures of its environment."""
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
@@ -113,6 +115,8 @@ class Lesson(msgspec.Struct):
     """The batch that was being collected when it finished."""
     tokens: int = 0
     """Tokens of its credited rollouts, prompts included; 0 if unknown."""
+    surplus: bool = False
+    """Whether it was dropped after its credit because the batch was full without it, at level 0. Known afterwards."""
 
 
 class Totals(msgspec.Struct):
@@ -323,7 +327,7 @@ class Journal:
         for draw, env, key, step, rollouts, reason, rewards, tokens, partly in rows:
             if rewards is not None:
                 credited = [reward for _, reward in _decode_rewards(rewards)]
-                yield Lesson(draw, env, key, credited, step=step, tokens=tokens)
+                yield Lesson(draw, env, key, credited, step=step, tokens=tokens, surplus=reason == ON_POLICY)
             else:
                 yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
 
