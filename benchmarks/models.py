@@ -101,13 +101,21 @@ def write_qwen3_5m(directory: Path) -> None:
 
 QWEN3 = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
 }
-"""What sets the sizes of Qwen3 apart; vocabulary, heads of keys and values and tied embeddings are the same."""
+"""What sets the sizes of Qwen3 apart; vocabulary, and heads of keys and values are the same."""
 
 
 def qwen3_config(size: str) -> Any:
-    """The configuration of Qwen3-0.6B or Qwen3-4B, or of Qwen2.5-0.5B ("0.5b")."""
+    """The configuration of a size of Qwen3, or of Qwen2.5-0.5B ("0.5b")."""
     from transformers import Qwen2Config, Qwen3Config
 
     if size == "0.5b":
@@ -128,9 +136,8 @@ def qwen3_config(size: str) -> Any:
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
-        tie_word_embeddings=True,
+        **{"tie_word_embeddings": True, **QWEN3[size]},
         dtype="bfloat16",
-        **QWEN3[size],
     )
 
 
