@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.inference.client import pool
-from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.engine_client import READY_POLL_S, EngineClient
 from headrace.inference.client.errors import (
     EngineFailed,
     EngineRejected,
@@ -266,6 +266,21 @@ async def test_wait_ready_waits_for_the_expected_number_of_engines(serve: Serve,
             await client.wait_ready(0.1, at_least=2)
         write_endpoint(tmp_path / "inference-1.json", Endpoint(second, pid=2))
         assert len(await client.wait_ready(5.0, at_least=2)) == 2
+
+
+async def test_engines_that_start_slowly_are_polled_as_often_as_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        delays.append(seconds)
+
+    async with client_of(tmp_path) as client:
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        with pytest.raises(EngineUnavailable):
+            await client.wait_ready(0.2)
+    assert max(delays) == READY_POLL_S
 
 
 @pytest.mark.parametrize(

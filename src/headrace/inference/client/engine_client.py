@@ -58,6 +58,8 @@ _decode_acknowledgement = msgspec.json.Decoder(UpdateWeightsResponse).decode
 HEALTH_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 3.0
 """Seconds between two health checks of all engines, while requests are made."""
+READY_POLL_S = 0.1
+"""Seconds between two attempts to reach engines that start: a run samples nothing before."""
 ENDPOINTS_MAX_AGE_S = 0.05
 """Seconds for which addresses are not read again, even after a failure."""
 
@@ -127,7 +129,7 @@ class EngineClient:
                 raise EngineUnavailable(f"{len(engines)} of {at_least} inference servers are up")
             return engines
 
-        return await _retry(attempt, deadline, (EngineUnavailable, EngineTimeout))
+        return await _retry(attempt, deadline, (EngineUnavailable, EngineTimeout), READY_POLL_S)
 
     async def pause(self) -> None:
         """Suspend all requests on every engine."""
@@ -306,7 +308,10 @@ class EngineClient:
 
 
 async def _retry(
-    attempt: Callable[[], Awaitable[T]], seconds: float, retryable: tuple[type[EngineCallError], ...]
+    attempt: Callable[[], Awaitable[T]],
+    seconds: float,
+    retryable: tuple[type[EngineCallError], ...],
+    max_delay: float = MAX_RETRY_S,
 ) -> T:
     """Repeat the attempt, with exponential backoff, while it fails with a retryable error and time is left."""
     deadline = time.monotonic() + seconds
@@ -318,7 +323,7 @@ async def _retry(
             if time.monotonic() + delay > deadline:
                 raise type(error)(f"{error} (tried for {seconds:g} s)") from error
         await asyncio.sleep(delay)
-        delay = min(2 * delay, MAX_RETRY_S)
+        delay = min(2 * delay, max_delay)
 
 
 async def _gather(
