@@ -80,23 +80,28 @@ class StepGraphs(Generic[K, T]):
     def __init__(self, compute: Callable[[K], T]) -> None:
         self._compute = compute
         self._captured: dict[K, tuple[torch.cuda.CUDAGraph, T]] = {}
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, shapes: Iterable[K]) -> None:
         """Capture these shapes, the largest first: small graphs reuse the memory of large ones."""
-        with gc_disabled():
+        shapes = list(shapes)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with gc_disabled(), torch.cuda.stream(stream):
             for shape in shapes:
-                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    self._compute(shape)  # initializes libraries and compiles kernels
-                torch.cuda.current_stream().wait_stream(stream)
+                self._compute(shape)  # initializes libraries and compiles kernels
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            for shape in shapes:
+                # Not `torch.cuda.graph`, which synchronizes and empties the allocator's cache before each capture.
                 graph = torch.cuda.CUDAGraph()
-                # Other threads may allocate during the capture.
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads may allocate
+                try:
                     result = self._compute(shape)
-                self._pool = graph.pool()
+                finally:
+                    graph.capture_end()
                 self._captured[shape] = graph, result
+        torch.cuda.current_stream().wait_stream(stream)
 
     def run(self, shape: K) -> T:
         graph, result = self._captured[shape]
