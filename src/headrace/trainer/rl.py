@@ -59,7 +59,9 @@ class RlTrainer:
         self.config, self.status, self.stopped = config, status, stopped
         self.run_dir = run = RunDir(config.output_dir)
         status.set("loading model")
+        loading = time.monotonic()
         self.learner = learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
+        log.info("model and optimizer loaded in %.1f s", time.monotonic() - loading)
         weights, on_gpu = config.weights, learner.model.device.type == "cuda"
         linked = engines is not None and on_gpu if weights.transport == "auto" else weights.transport == "link"
         host, shared = weights.host if linked else None, engines is not None
