@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from headrace.trainer import checkpoint, tensor_files
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS
+from headrace.trainer.model import PackedModel
+from headrace.trainer.model_files import write_tensors
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tensor_files import (
     READER_THREADS,
@@ -31,6 +34,7 @@ from headrace.trainer.tensor_files import (
 from headrace.transport.checkpoint_files import BlockDigests, find_damage
 from headrace.transport.files import MARKER
 from tests.trainer import saving_process
+from tests.trainer.training_samples import ARCHITECTURES, write_random_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -167,6 +171,22 @@ def test_tensors_that_differ_from_the_header_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="more bytes"):
         writer.append(torch.zeros(4))
     writer.finish()
+
+
+def test_a_model_with_integers_between_odd_numbers_of_floats_is_written(tmp_path: Path):
+    model = PackedModel(write_random_model(tmp_path / "model", ARCHITECTURES["qwen3"]))
+    tensors = {
+        "a.odd": torch.ones(3),
+        "a.flags": torch.tensor([True, False, True]),
+        "b.counts": torch.arange(5),
+        "b.odd": torch.ones(5),
+    }
+    write_tensors(tmp_path, model.module, tensors, torch.bfloat16, Ranks())
+    path = tmp_path / "model.safetensors"
+    converted = {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()}
+    assert_same(load_file(path), converted)
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_slice("b.counts")[1:], tensors["b.counts"][1:])
 
 
 def save_in_a_process(size: int, directory: Path) -> subprocess.Popen[str]:

@@ -1,7 +1,7 @@
 """A model as a Hugging Face directory, written by all ranks: each writes one file of full tensors.
 
-Sharded parameters are gathered one decoder layer at a time, which involves every rank; one rank keeps the result. With
-a single rank the directory has one file and no index.
+Sharded parameters are gathered one decoder layer at a time, which involves every rank; one rank writes the result, and
+no copy of the whole model is made. With a single rank the directory has one file and no index.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from headrace.trainer.host_copies import STREAM_BUCKETS
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.tensor_files import TensorFileWriter
 
 Tensors = dict[str, Tensor]
 
@@ -61,18 +62,31 @@ def write_tensors(
 
     `transform` is applied to the full tensors of a layer.
     """
-    mine: Tensors = {}
-    for layer in whole_layers(module, tensors, dtype, keeper=ranks.index, keepers=ranks.size, transform=transform):
-        mine |= {name: tensor.contiguous().cpu() for name, tensor in layer.items()}
-    if ranks.size == 1:
-        _write(directory / "model.safetensors", mine)
-        return
-    if mine:
-        _write(directory / f"model-{ranks.index + 1:05d}-of-{ranks.size:05d}.safetensors", mine)
-    ranks.wait_for_all()
-    if ranks.first:
-        _write_index(directory)
-    ranks.wait_for_all()
+    share: dict[str, Any] = {"keeper": ranks.index, "keepers": ranks.size, "transform": transform}
+    described = whole_layers(module, meta_tensors(tensors), dtype, **share)
+    content = {name: tensor for layer in described for name, tensor in layer.items()}
+    name = f"model-{ranks.index + 1:05d}-of-{ranks.size:05d}.safetensors" if ranks.size > 1 else "model.safetensors"
+    writer = None
+    if content:
+        options: dict[str, Any] = {"device": next(iter(tensors.values())).device, "blocks": STREAM_BUCKETS}
+        writer = TensorFileWriter(directory / name, content, durable=False, **options)
+    for layer in whole_layers(module, tensors, dtype, **share):  # on every rank: it takes part in gathering
+        for tensor in layer.values():
+            assert writer is not None
+            writer.append(tensor)
+    if writer is not None:
+        writer.finish()
+        writer.path.chmod(0o644)  # an engine may run as another user
+    if ranks.size > 1:
+        ranks.wait_for_all()
+        if ranks.first:
+            _write_index(directory)
+        ranks.wait_for_all()
+
+
+def meta_tensors(tensors: Tensors) -> Tensors:
+    """Return meta tensors of the same full shapes and types."""
+    return {n: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for n, tensor in tensors.items()}
 
 
 def whole_layers(
@@ -117,11 +131,6 @@ def _shares(tensors: Tensors, ranks: int) -> list[tuple[list[str], int]]:
         loads[owner] += sum(tensors[name].numel() for name in names)
         shares.append((names, owner))
     return shares
-
-
-def _write(path: Path, tensors: Tensors) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # an engine may run as another user
 
 
 def _write_index(directory: Path) -> None:

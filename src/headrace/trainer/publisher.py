@@ -6,8 +6,6 @@ import logging
 from collections import deque
 from pathlib import Path
 
-import torch
-
 from headrace.inference.weights.link import CarrierSetting
 from headrace.inference.weights.published import find_mismatch
 from headrace.rollout.version import Version
@@ -17,7 +15,7 @@ from headrace.trainer.host_copies import PUBLISHED_COPIES
 from headrace.trainer.learner import Learner
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.model import PackedModel
-from headrace.trainer.model_files import Tensors, whole_layers
+from headrace.trainer.model_files import meta_tensors, whole_layers
 from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
@@ -61,7 +59,7 @@ class Publisher:
         Versions have the names of files, which differ where transformers fuses tensors, as of experts.
         """
         model = self._model
-        loaded = merged_parameters(self._meta_tensors(), scaling=1.0)
+        loaded = merged_parameters(meta_tensors(model.tensors()), scaling=1.0)
         layers = whole_layers(model.module, loaded, model.dtype, keeper=0)
         problem = find_mismatch(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
         if problem is not None:
@@ -115,14 +113,9 @@ class Publisher:
 
         self._weights.publish(version, write)
 
-    def _meta_tensors(self) -> Tensors:
-        """Return the model's tensors as meta tensors."""
-        tensors = self._model.tensors().items()
-        return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors}
-
     def _size(self) -> int:
         """Return the bytes of a version."""
-        layers = whole_layers(self._model.module, self._meta_tensors(), self._model.dtype, keeper=0)
+        layers = whole_layers(self._model.module, meta_tensors(self._model.tensors()), self._model.dtype, keeper=0)
         return size_of(tensor for layer in layers for tensor in layer.values())
 
 

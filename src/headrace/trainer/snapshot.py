@@ -126,7 +126,8 @@ class _BucketWriter:
     def _on_host(self, full: Tensor) -> Tensor:
         if self._device.type != "cuda":
             return full if self._buffer is None else full.clone()
-        host = torch.empty(len(full), dtype=torch.uint8, pin_memory=True)
+        # Always as large, so that the memory of another bucket is used again.
+        host = torch.empty(self._bucket_size, dtype=torch.uint8, pin_memory=True)[: len(full)]
         current = torch.cuda.current_stream(self._device)
         copying = None if self._buffer is None else self._buffer.stream
         with torch.cuda.stream(copying or current):

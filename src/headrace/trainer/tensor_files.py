@@ -28,7 +28,8 @@ from headrace.inference.weights.buffers import as_bytes
 from headrace.trainer.host_copies import BUCKET_BYTES
 from headrace.transport.checkpoint_files import BlockDigests, block_digest, block_spans, read_into
 
-WRITER_THREADS = 4
+WRITER_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
+"""Each computes digests at about 1 GB/s; half of the cores are left to others."""
 READER_THREADS = 8
 HEADER_ALIGNMENT_BYTES = 64
 _LENGTH = struct.Struct("<Q")
@@ -172,8 +173,9 @@ class TensorFileWriter:
             if not size:
                 raise ValueError("the tensors have more bytes than the header says")
             free = self._blocks.get()
-            # A smaller block is the last one.
-            self._open = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) if free is None else free[:size]
+            if free is None:  # pinned memory is requested in buckets of one size, and used again
+                free = torch.empty(BUCKET_BYTES if self._pinned else size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._open = free[:size]  # a smaller block is the last one
             self._used = 0
             self._left -= size
         return self._open
