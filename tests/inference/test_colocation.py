@@ -11,6 +11,7 @@ from headrace.cli.processes import colocated_engines
 from headrace.config.sft import SftConfig
 from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
 from headrace.inference.embedded.loading import cache_budget
+from headrace.inference.model_shape import read_shape
 from headrace.runfile.run import RunConfig
 
 GIB = 1 << 30
@@ -65,12 +66,21 @@ def test_colocated_engines_are_described_by_the_run_file() -> None:
     assert colocated_engines(rl_run(), "alternate") == ColocatedEngines(True, 18)
     shared = rl_run(inference={"kv_cache_gb": 2.5}, launch={"inference_servers": 2})
     assert colocated_engines(shared, "overlap") == ColocatedEngines(False, 18, servers=2, cache_bytes=2_500_000_000)
-    vllm = rl_run(inference={"engine": "vllm"}, launch={"inference_servers": 2}, trainer={"lora": {"r": 4}})
-    assert colocated_engines(vllm, "alternate") == ColocatedEngines(True, 2.5, servers=2, share=0.2)
+    vllm = rl_run(inference={"engine": "vllm"}, launch={"inference_servers": 2})
+    assert colocated_engines(vllm, "alternate") == ColocatedEngines(True, 18, servers=2, share=0.2)
     mine = rl_run(inference={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.6}})
     assert colocated_engines(mine, "alternate").share == 0.6
 
 
 def test_a_trainer_that_is_evaluated_leaves_memory_for_it(tmp_path: Path) -> None:
     config = SftConfig.model_validate({**SHARED, "data": {"env": "reverse-text"}, "inference": {"kv_cache_gb": 1}})
-    assert colocated_engines(config, "overlap") == ColocatedEngines(False, 18, cache_bytes=10**9)
+    # Without a copy for the engine, which reads files.
+    assert colocated_engines(config, "overlap") == ColocatedEngines(False, 16, cache_bytes=10**9)
+
+
+def test_an_adapter_takes_as_much_as_its_matrices(model_directory: Path) -> None:
+    config = rl_run(trainer={"lora": {"r": 4}}, model={"name": str(model_directory)})
+    shape = read_shape(model_directory)
+    assert shape is not None
+    share = shape.adapter_parameters(4) / shape.parameters
+    assert colocated_engines(config, "alternate").trainer_bytes_per_parameter == 2 + share * 16

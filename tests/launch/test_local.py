@@ -179,3 +179,14 @@ def test_every_process_gets_the_sharing_of_its_device(
     )
     for argv in (server.argv, trainer.argv, trainer.again().argv, orchestrator.argv):
         assert (argv[argv.index("--sharing") + 1] if "--sharing" in argv else None) == sharing
+
+
+@pytest.mark.parametrize(("inference", "passed"), [({}, True), ({"max_running": 9}, False)])
+def test_planned_slots_are_passed_to_the_servers_unless_configured(
+    inference: dict[str, Any], passed: bool, tmp_path: Path
+) -> None:
+    server, *others = processes(
+        LaunchConfig(), InferenceConfig(**inference), RunDir(tmp_path), resume=False, max_running=512
+    )
+    assert (" --max_running 512" in " ".join(server.argv)) == passed
+    assert not any("--max_running" in process.argv for process in others)

@@ -16,7 +16,9 @@ from typing import NoReturn
 
 from headrace.cli.common import add_resume
 from headrace.config.sft import SftConfig
+from headrace.config.trainer import TrainingConfig
 from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.model_shape import adapter_share
 from headrace.launch.errors import BadRequest, naming_run
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.process import PARENT_VAR, stop_with_launcher
@@ -28,6 +30,7 @@ from headrace.observe.monitors import forwarding
 from headrace.observe.status import Status, setup_logging
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
+from headrace.text.hub import model_directory
 from headrace.transport.lock import only_one
 from headrace.transport.run_dir import RunDir
 
@@ -176,11 +179,20 @@ def colocated_engines(config: RunConfig | SftConfig, sharing: str) -> ColocatedE
     inference, servers = config.inference, config.launch.inference_servers or 1
     return ColocatedEngines(
         alternates=sharing == "alternate",
-        trainer_bytes_per_parameter=trainer.bytes_per_parameter(while_training=True),
+        trainer_bytes_per_parameter=bytes_per_parameter(trainer, while_training=True),
         servers=servers,
         share=inference.memory_share(servers),
         cache_bytes=None if inference.kv_cache_gb is None else int(inference.kv_cache_gb * 1e9),
     )
+
+
+def bytes_per_parameter(trainer: TrainingConfig, *, while_training: bool) -> float:
+    """Return what a trainer keeps on its device per parameter of its model, with the adapter of that model."""
+    share = None
+    if trainer.lora is not None and trainer.model.name is not None:
+        directory = model_directory(trainer.model.name)
+        share = adapter_share(directory, trainer.lora.r, trainer.lora.target_modules)
+    return trainer.bytes_per_parameter(while_training=while_training, adapter_share=share)
 
 
 def _run_ranks(count: int, target: Path, resume: str | None) -> int:

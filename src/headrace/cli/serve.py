@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from headrace.cli.common import RUN_FILES
-from headrace.cli.processes import process
+from headrace.cli.processes import bytes_per_parameter, process
 from headrace.config.base import Tree
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
@@ -82,7 +82,7 @@ def colocated_trainer(target: Path, run: RunDir, sharing: str) -> ColocatedTrain
     alternates = sharing == "alternate"
     return ColocatedTrainer(
         run.device_lock if alternates else None,
-        trainer.bytes_per_parameter(while_training=not alternates),
+        bytes_per_parameter(trainer, while_training=not alternates),
         config.launch.inference_servers or 1,
     )
 

@@ -77,6 +77,7 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     from headrace.launch.checks import check_run
     from headrace.launch.local import launch, on_this_machine
     from headrace.launch.origin import model_of_run, resolve, resolve_again
+    from headrace.launch.resources import plan_here
     from headrace.trainer.losses.custom import CustomLossConfig
 
     folders = add_code_folders(arguments.files)
@@ -91,7 +92,10 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     _notify(*checked.notices)
     if arguments.dry_run or plan is None or before is None:
         try:
-            sentences = [*on_this_machine(config), *checked.lines]
+            planned = None if checked.shape is None else plan_here(config, checked.shape)
+            sentences = [*on_this_machine(config), *checked.lines, *(planned.lines if planned else ())]
+            if planned is not None and planned.refusal is not None:
+                sentences.append(f"not on this machine: {planned.refusal}")
         except ConfigError as error:  # it may be meant for another machine
             sentences = [f"not on this machine: {error}", *checked.lines]
         print("".join(f"# {sentence}\n" for sentence in sentences) + dump(config), end="")
@@ -103,7 +107,10 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     if checked.model is None:  # it has been fetched by now
         checked = check_run(config)
         _notify(*checked.notices)
-    _notify(*checked.lines)
+    planned = None if checked.shape is None else plan_here(config, checked.shape)
+    if planned is not None and planned.refusal is not None:
+        raise planned.refusal
+    _notify(*checked.lines, *(planned.lines if planned else ()))
     if plan.notice:
         _notify(plan.notice)
     if plan.resume and (changed := changes(config, before)):
@@ -118,7 +125,15 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     again = shlex.join(["headrace", *words, "--resume"])
     with naming_run(plan.directory):
         plan.apply()
-        return launch(config, RunDir(plan.directory), folders, resume=plan.resume, again=again)
+        return launch(
+            config,
+            RunDir(plan.directory),
+            folders,
+            resume=plan.resume,
+            again=again,
+            max_running=None if planned is None else planned.max_running,
+            memory_advice=None if planned is None else planned.memory_advice,
+        )
 
 
 def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:

@@ -62,7 +62,8 @@ class InferenceConfig(Config):
     2 * seq_len + 256 unless set, since a hint may be as long as a response.
     """
     max_running: int | None = Field(None, ge=1)
-    """Requests that are decoded together; others are queued. Unset: 256 on a GPU, 128 on a CPU."""
+    """Requests that are decoded together; others are queued. Unset: 128 on a CPU, 256 on a GPU; in a run 512 or 1024 on
+    a GPU where so many are in flight, that raises the tokens per second, and the KV cache holds them at half length."""
     max_waiting: int = Field(4096, ge=0)
     """Requests in the queue; further ones are rejected with HTTP status 429, to be retried."""
     max_step_tokens: int | None = Field(None, ge=16)

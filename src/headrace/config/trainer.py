@@ -267,15 +267,22 @@ class TrainingConfig(Config):
     lm_head_fp32: bool = False
     """Compute logits in float32 where the rest is in bfloat16: more precise, but slower."""
 
-    def bytes_per_parameter(self, *, while_training: bool) -> float:
+    @property
+    def publishes_from_gpu(self) -> bool:
+        """Whether engines on the trainer's GPU read new weights from its memory."""
+        return False
+
+    def bytes_per_parameter(self, *, while_training: bool, adapter_share: float | None = None) -> float:
         """Return the bytes per parameter on one device, between steps or during one, without activations.
 
-        They are for parameters, the optimizer's state, a snapshot of the published weights, and gradients.
+        They are for parameters, the optimizer's state, a copy of the published weights, and gradients.
+        `adapter_share`: parameters of the adapter per parameter of the model; None if that is unknown.
         """
         computes = 4 if self.model.dtype == "float32" else 2
-        if self.lora is not None:
-            return computes + 0.5  # the frozen base; the adapter is small, and so are its gradients and its state
-        return 4 + (0 if self.optim.offload_state else self.optim.state_bytes) + computes + (4 if while_training else 0)
+        trained = 4 + (0 if self.optim.offload_state else self.optim.state_bytes) + (4 if while_training else 0)
+        if self.lora is None:
+            return trained + (computes if self.publishes_from_gpu else 0)
+        return computes + (0.5 if adapter_share is None else adapter_share * trained)
 
 
 SAMPLE_INTERVAL_STEPS = 10
@@ -332,3 +339,7 @@ class TrainerConfig(TrainingConfig):
     probe_tokens: int = Field(256, ge=0)
     """Tokens per step, in whole sequences, whose trainer and engine logprobs are compared after an update; 0: none."""
     token_export: TokenExportConfig = Field(default_factory=TokenExportConfig)
+
+    @property
+    def publishes_from_gpu(self) -> bool:
+        return self.weights.transport != "files"

@@ -87,12 +87,21 @@ def read_shape(directory: Path) -> ModelShape | None:
     return ModelShape(sizes, parameters, config.get("max_position_embeddings"))
 
 
+def adapter_share(directory: Path, r: int, target_modules: str | Sequence[str]) -> float | None:
+    """Return the parameters of a LoRA adapter per parameter of the model in `directory`; None if that is unknown."""
+    shape = read_shape(directory)
+    return None if shape is None else shape.adapter_parameters(r, target_modules) / shape.parameters
+
+
 def _count_stored(directory: Path, ties: bool) -> int | None:
     """Return the number of parameters in the directory's files, tied ones once; None if there are no such files."""
     files = sorted(directory.glob("*.safetensors"))
     shapes: dict[str, list[int]] = {}
-    for file in files:
-        shapes |= {name: entry["shape"] for name, entry in _read_header(file).items() if name != "__metadata__"}
+    try:
+        for file in files:
+            shapes |= {name: entry["shape"] for name, entry in _read_header(file).items() if name != "__metadata__"}
+    except (ValueError, struct.error):  # damaged, or the pointer of a large file that was not fetched
+        return None
     if ties and any("embed" in name for name in shapes):
         shapes.pop("lm_head.weight", None)
     return sum(map(math.prod, shapes.values())) if files else None

@@ -29,7 +29,7 @@ from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.inference.model_shape import EXPERT_KEYS
+from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, read_shape
 from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
@@ -62,6 +62,8 @@ class Subject:
     renderer: Renderer | None = None
     """None if the model has not been downloaded."""
     model: Path | None = None
+    shape: ModelShape | None = None
+    """The sizes of the model; None if it has not been downloaded, or its config.json has unusual keys."""
     downloads: bool = True
     """Whether data may be downloaded to be checked."""
     lines: list[str] = field(default_factory=list)
@@ -120,6 +122,7 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
             subject.notices.append(f"{config.model.name}: not downloaded yet; prompts are measured after the download")
             return
         tokenizer = shared_tokenizer(subject.model)
+        subject.shape = read_shape(subject.model)
     except BadInput as error:
         yield from _with_key(error, "model")
         return

@@ -20,7 +20,7 @@ from headrace.launch.own_code import save_folders
 from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
-from headrace.launch.supervisor import Supervisor
+from headrace.launch.supervisor import MEMORY_ADVICE, Supervisor
 from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
@@ -35,12 +35,33 @@ Sharing = Literal["alternate", "overlap"]
 """How trainer and servers use one GPU: in turns, or at the same time."""
 
 
-def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[str], *, resume: bool, again: str) -> int:
-    """Run a run to its end and return the exit code. `again` is the command that continues it."""
+def launch(
+    config: RunConfig | SftConfig,
+    run: RunDir,
+    code_folders: Sequence[str],
+    *,
+    resume: bool,
+    again: str,
+    max_running: int | None = None,
+    memory_advice: str | None = None,
+) -> int:
+    """Run a run to its end and return the exit code. `again` is the command that continues it.
+
+    `max_running`: requests that each server decodes together, unless configured. `memory_advice`: what makes the run
+    need less host memory.
+    """
     with hold(run.root) as held:
         save(config, run)
         save_folders(code_folders, run)
-        supervisor = make_supervisor(config, run, title(run), resume, inherited=(held,))
+        supervisor = make_supervisor(
+            config,
+            run,
+            title(run),
+            resume,
+            inherited=(held,),
+            max_running=max_running,
+            memory_advice=memory_advice,
+        )
         try:
             code = supervisor.run()
         except InputRefused as error:
@@ -61,11 +82,18 @@ def launch(config: RunConfig | SftConfig, run: RunDir, code_folders: Sequence[st
 
 
 def make_supervisor(
-    config: RunConfig | SftConfig, run: RunDir, title: str, resume: bool, inherited: Sequence[int] = ()
+    config: RunConfig | SftConfig,
+    run: RunDir,
+    title: str,
+    resume: bool,
+    *,
+    inherited: Sequence[int] = (),
+    max_running: int | None = None,
+    memory_advice: str | None = None,
 ) -> Supervisor:
     """Return a supervisor of the run that shows its progress on the terminal."""
     assert config.max_steps is not None  # validated for both kinds of run file
-    limits, specs = config.launch, processes_of(config, run, resume)
+    limits, specs = config.launch, processes_of(config, run, resume, max_running)
     view = make_view(title, config.max_steps)
     for sentence in on_this_machine(config):
         view.say(sentence)
@@ -78,19 +106,32 @@ def make_supervisor(
         max_restarts=limits.max_restarts,
         inherited=inherited,
         heartbeat=Heartbeat(run.heartbeat, limits.heartbeat_url, limits.heartbeat_interval),
+        memory_advice=memory_advice or MEMORY_ADVICE,
     )
 
 
-def processes_of(config: RunConfig | SftConfig, run: RunDir, resume: bool) -> list[ProcessSpec]:
+def processes_of(
+    config: RunConfig | SftConfig, run: RunDir, resume: bool, max_running: int | None = None
+) -> list[ProcessSpec]:
     """Return the processes of a run in the order in which they start."""
     limits = config.launch
     if has_servers(config):
-        return processes(limits, config.inference, run, resume, trainer_waits=isinstance(config, RunConfig))
+        waits = isinstance(config, RunConfig)
+        return processes(limits, config.inference, run, resume, trainer_waits=waits, max_running=max_running)
     ranks, gpus = place_trainer(visible_gpus(), limits.trainer_processes)
     trainer = trainer_process(run, ranks, gpus, limits.threads, resume, alone=isinstance(config, SftConfig))
     if isinstance(config, SftConfig):
         return [trainer]
     return [trainer, orchestrator_process(run, config.orchestrator.client.base_url, None)]
+
+
+def layout_of(config: RunConfig | SftConfig) -> tuple[Placement, Sharing | None]:
+    """Return the devices of a run's processes on this machine, and how trainer and servers share one."""
+    if has_servers(config):
+        placement = placement_of(config.launch, config.inference)
+        return placement, placement.sharing(config.launch.sharing, trainer_waits=isinstance(config, RunConfig))
+    ranks, gpus = place_trainer(visible_gpus(), config.launch.trainer_processes)
+    return Placement(ranks, gpus, ()), None
 
 
 def has_servers(config: RunConfig | SftConfig) -> bool:
@@ -105,8 +146,7 @@ def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
         return [f"no inference server is started; using {where}"]
     if not visible_gpus() or not has_servers(config):
         return []
-    placement = placement_of(config.launch, config.inference)
-    sharing = placement.sharing(config.launch.sharing, trainer_waits=isinstance(config, RunConfig))
+    placement, sharing = layout_of(config)
     if sharing is None:
         sampling = sum(map(len, placement.inference))
         return [f"{len(placement.trainer)} GPUs train and {sampling} sample"]
@@ -120,7 +160,13 @@ def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
 
 
 def processes(
-    launch: LaunchConfig, inference: InferenceConfig, run: RunDir, resume: bool, *, trainer_waits: bool = True
+    launch: LaunchConfig,
+    inference: InferenceConfig,
+    run: RunDir,
+    resume: bool,
+    *,
+    trainer_waits: bool = True,
+    max_running: int | None = None,
 ) -> list[ProcessSpec]:
     """Return the processes of a run with servers. What others wait for starts first and stops last.
 
@@ -134,8 +180,10 @@ def processes(
     for number, gpus in enumerate(servers):
         name = f"inference-{number}" if number else "inference"
         own = {"name": name, "port": inference.port and inference.port + number} if number else {}
-        memory = {} if share is None else {"vllm.gpu_memory_utilization": f"{share:g}"}
-        command = _command("serve", run, **own, **memory, sharing=sharing)
+        planned = {} if share is None else {"vllm.gpu_memory_utilization": f"{share:g}"}
+        if inference.max_running is None and max_running is not None:
+            planned["max_running"] = str(max_running)
+        command = _command("serve", run, **own, **planned, sharing=sharing)
         environment = {**thread_env(launch.threads or max(1, half_the_cores() // len(servers))), **gpu_env(gpus)}
         specs.append(ProcessSpec(name, command, environment, service=True))
     trainer = trainer_process(run, placement.trainer_processes, placement.trainer, launch.threads, resume, sharing)

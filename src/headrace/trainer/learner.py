@@ -69,19 +69,20 @@ class Learner:
         same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
         same |= {"activation_checkpointing", "activation_offload"}
         adapts = config.lora is not None  # then a checkpoint has only the adapter
+        optim = config.optim
         self.model = PackedModel(
             start / checkpoint.MODEL if start and not adapts else model_directory(config.model.name),
             self.ranks,
             dtype=getattr(torch, dtype),
             **config.model_dump(include=same),
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
+            training_bytes=4 + (0 if optim.offload_state else optim.state_bytes),
             engines=engines,
             longest=config.seq_len,
             trust_remote_code=config.model.trust_remote_code,
             load=start is None or adapts,
             lora=None if config.lora is None else {**config.lora.model_dump(), "seed": config.seed},
         )
-        optim = config.optim
         settings = optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
         self.optimizer = Optimizer(
             self.model.named_parameters(),

@@ -22,6 +22,8 @@ MODES: tuple[Mode, ...] = ("full", "attention", "selective", False)
 """From recomputing everything to recomputing nothing."""
 MAX_ROW_TOKENS = 16384
 """More tokens per row do not make a GPU faster."""
+USED_SHARE_OF_FREE = 0.95
+"""Of a GPU's free memory; the rest is for fragmentation."""
 GIB = 1 << 30
 RESERVED_BYTES = GIB // 2
 """For libraries."""

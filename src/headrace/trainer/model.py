@@ -27,7 +27,14 @@ from headrace.trainer.attention import Choice, UnsupportedModel, available_kerne
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
 from headrace.trainer.lm_head import accumulate_in_place, label_logprobs
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
-from headrace.trainer.memory_plan import MAX_ROW_TOKENS, MemoryPlan, Mode, ModelSizes, make_memory_plan
+from headrace.trainer.memory_plan import (
+    MAX_ROW_TOKENS,
+    USED_SHARE_OF_FREE,
+    MemoryPlan,
+    Mode,
+    ModelSizes,
+    make_memory_plan,
+)
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
 from headrace.trainer.packed_row import PackedRow, make_row
 from headrace.trainer.ranks import Ranks
@@ -37,8 +44,6 @@ log = logging.getLogger(__name__)
 
 MIN_COMPILED_PARAMETERS = 50_000_000
 """Parameters of the layers from which compiling, which takes about a minute, pays off on a GPU."""
-USED_SHARE_OF_FREE = 0.95
-"""Of a GPU's free memory; the rest is for fragmentation."""
 MAX_CPU_ACTIVATION_BYTES = 1 << 30
 """Bytes of activations of a row on a CPU."""
 
@@ -61,6 +66,7 @@ class PackedModel:
         lm_head_fp32: bool = False,
         lm_head_chunk: int = 4096,
         memory: int | None = None,
+        training_bytes: int = 12,
         engines: ColocatedEngines | None = None,
         longest: int = MAX_ROW_TOKENS,
         trust_remote_code: bool = False,
@@ -69,8 +75,9 @@ class PackedModel:
     ) -> None:
         """`memory`: bytes of the GPU that a step may use, parameters included; None for the free memory.
 
-        The memory of `engines` on the same GPU is left to them, also before they start. `longest`: maximum tokens of a
-        sequence. `load`: whether to read the directory's tensors; a checkpoint is loaded later.
+        `training_bytes`: bytes of gradient and optimizer state per trained parameter on the GPU. The memory of
+        `engines` on the same GPU is left to them, also before they start. `longest`: maximum tokens of a sequence.
+        `load`: whether to read the directory's tensors; a checkpoint is loaded later.
         """
         self.ranks = ranks = ranks or Ranks()
         self.directory, self.device, self.dtype = directory, ranks.device, dtype
@@ -89,7 +96,8 @@ class PackedModel:
             self.module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
         self.module.train()
         self._layers = list(_layers(self.module))
-        self._state = sum(p.nbytes + (12 * p.numel() if p.requires_grad else 0) for p in self.module.parameters())
+        parameters = self.module.parameters()
+        self._state = sum(p.nbytes + (training_bytes * p.numel() if p.requires_grad else 0) for p in parameters)
         self._recomputed: Mode | Literal["auto"] = activation_checkpointing
         self._offloads, self._chunk, self._memory, self._longest = activation_offload, lm_head_chunk, memory, longest
         self._engines = engines

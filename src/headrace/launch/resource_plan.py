@@ -1,0 +1,447 @@
+"""What a run needs of this machine, planned before it starts: GPU memory, host memory and disk.
+
+Pure: computed from the run file, the shape of the model, and the sizes of the machine. Tensors are exact; activations,
+working memory and processes are estimates. A run is refused only if its tensors alone do not fit, with the changes of
+the run file for which the same plan fits. Left out on purpose: engines elsewhere, environments with processes of their
+own, and the memory that other programs use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from headrace.config.sft import SftConfig
+from headrace.config.trainer import LoraConfig, TrainingConfig
+from headrace.errors import BadInput
+from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
+from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.kv_budget import (
+    CONTEXT_BYTES,
+    CPU_CACHE_SHARE,
+    blocks_within,
+    cache_budget,
+    choose_max_running,
+    working_bytes,
+)
+from headrace.inference.model_shape import ModelShape
+from headrace.launch.local import Placement, Sharing
+from headrace.orchestrator.concurrency import INITIAL_QUEUE
+from headrace.runfile.run import RunConfig
+from headrace.trainer.host_copies import checkpoint_bytes, publish_bytes, save_bytes
+from headrace.trainer.memory_plan import USED_SHARE_OF_FREE, ModelSizes, make_memory_plan
+
+GIB = 1 << 30
+GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GIB, GIB // 2
+"""Approximate host memory of a process with torch: libraries, CUDA's context, buffers."""
+LORA_RANK_OF_REMEDY = 16
+MAX_CHANGES = 3
+"""Changes of the run file that are combined to make it fit."""
+
+AnyRun = RunConfig | SftConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The sizes of a machine, in bytes."""
+
+    gpu_memory: int | None
+    """Memory of the smallest visible GPU; None without GPUs, or if it is unknown."""
+    host_memory: int
+    """Memory that all processes of the run may use together."""
+    swap: int = 0
+    free_host_memory: int | None = None
+    """What other programs leave of it now."""
+    free_disk: int | None = None
+    """Free space of the run directory's disk, and what the run occupies there already."""
+
+
+class Part(NamedTuple):
+    """One use of a resource."""
+
+    name: str
+    size: int
+    is_certain: bool = True
+    """Whether the size is that of tensors that will exist, not an estimate."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The uses of a resource at the moment when they are largest, against what exists."""
+
+    resource: str
+    available: int
+    parts: tuple[Part, ...]
+    reserve: int = 0
+    """What is available beyond, if slowly: swap."""
+    note: str = ""
+
+    @property
+    def needed(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def certain(self) -> int:
+        return sum(part.size for part in self.parts if part.is_certain)
+
+    @property
+    def cannot_fit(self) -> bool:
+        return self.certain > self.available + self.reserve
+
+    def __str__(self) -> str:
+        shown = [part for part in self.parts if part.size >= 0.05 * GIB or part.size >= 0.1 * self.needed]
+        parts = ", ".join(f"{part.name} {gib(part.size)}" for part in shown)
+        verdict = "" if self.needed <= self.available else " (may not fit)"
+        verdict = " (cannot fit)" if self.cannot_fit else verdict
+        return f"{self.resource}: {gib(self.needed)} of {gib(self.available)} GiB{verdict}: {parts}{self.note}"
+
+
+@dataclass(frozen=True)
+class ResourcePlan:
+    """The budgets of a run, and what follows from them."""
+
+    budgets: tuple[Budget, ...]
+    max_running: int | None = None
+    """Requests that each server decodes together; None: left to the server."""
+    problems: tuple[BadInput, ...] = ()
+    """Refusals of the engine that are certain."""
+
+    @property
+    def may_fit(self) -> bool:
+        return not self.problems and not any(budget.cannot_fit for budget in self.budgets)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with all estimates."""
+        return not self.problems and all(budget.needed <= budget.available for budget in self.budgets)
+
+
+class Change(NamedTuple):
+    """A change of a run file that may make it fit."""
+
+    key: str
+    text: str
+    apply: Callable[[AnyRun], AnyRun]
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def plan_resources(
+    config: AnyRun, shape: ModelShape, machine: Machine, placement: Placement, sharing: Sharing | None
+) -> ResourcePlan:
+    """Plan a run. `placement` without servers: none is started by the run."""
+    return _Planner(config, shape, machine, placement, sharing).plan()
+
+
+def find_refusal(
+    config: AnyRun, shape: ModelShape, machine: Machine, placement: Placement, sharing: Sharing | None
+) -> BadInput | None:
+    """Return why a run cannot fit, with the changes for which the same plan fits; None if it may fit."""
+    plan = plan_resources(config, shape, machine, placement, sharing)
+    if plan.may_fit:
+        return None
+    facts = [
+        f"{budget.resource}: at least {gib(budget.certain)} GiB are needed, and {gib(budget.available)} exist "
+        f"({', '.join(f'{part.name} {gib(part.size)}' for part in budget.parts if part.is_certain and part.size)})"
+        for budget in plan.budgets
+        if budget.cannot_fit
+    ]
+    # An engine's refusal repeats what the budget of its GPU shows.
+    facts = facts or [problem.fact for problem in plan.problems]
+    solutions = find_solutions(config, lambda changed: plan_resources(changed, shape, machine, placement, sharing).fits)
+    if not solutions:
+        fix = "No setting of the run file makes it fit: take a smaller model, or a larger machine."
+        return BadInput("; ".join(facts), key="model.name", value=config.model.name, fix=fix)
+    texts = [" and ".join(change.text for change in solution) for solution in solutions]
+    key = solutions[0][0].key
+    return BadInput("; ".join(facts), key=key, value=value_of(config, key), fix=f"It fits with {', or '.join(texts)}.")
+
+
+def find_solutions(config: AnyRun, fits: Callable[[AnyRun], bool]) -> list[tuple[Change, ...]]:
+    """Return the smallest combinations of changes that make a run fit."""
+    changes = list(changes_of(config))
+    for count in range(1, MAX_CHANGES + 1):
+        solutions = []
+        for solution in combinations(changes, count):
+            changed = config
+            for change in solution:
+                changed = change.apply(changed)
+            if fits(changed):
+                solutions.append(solution)
+        if solutions:
+            return solutions
+    return []
+
+
+def changes_of(config: AnyRun) -> Iterator[Change]:
+    """Yield the changes that need less of something, those that change the training least first."""
+    trainer = trainer_of(config)
+    prefix = "trainer." if isinstance(config, RunConfig) else ""
+
+    def change(key: str, text: str, update: Callable[[TrainingConfig], dict[str, Any]]) -> Change:
+        return Change(f"{prefix}{key}", text.format(prefix), lambda run: _with_trainer(run, update(trainer_of(run))))
+
+    def within(section: str, **values: Any) -> Callable[[TrainingConfig], dict[str, Any]]:
+        return lambda run: {section: getattr(run, section).model_copy(update=values)}
+
+    if trainer.ckpt.keep_last > 1:
+        yield change("ckpt.keep_last", "{0}ckpt.keep_last = 1", within("ckpt", keep_last=1))
+    if config.max_steps is not None and trainer.ckpt.interval < config.max_steps:
+        text = f"{{0}}ckpt.interval = {config.max_steps} (one checkpoint)"
+        yield change("ckpt.interval", text, within("ckpt", interval=config.max_steps, permanent_interval=None))
+    if isinstance(config, RunConfig):
+        for transport in ("link", "files"):
+            if config.trainer.weights.transport != transport:
+                text = f'{{0}}weights.transport = "{transport}"'
+                yield change("weights.transport", text, within("weights", transport=transport))
+    if trainer.lora is None and not trainer.optim.offload_state:
+        yield change("optim.offload_state", "{0}optim.offload_state = true", within("optim", offload_state=True))
+    if trainer.lora is None:
+        adapter = LoraConfig(r=LORA_RANK_OF_REMEDY)
+        yield change("lora", "an adapter ([{0}lora])", lambda run: {"lora": adapter})
+
+
+def trainer_of(config: AnyRun) -> TrainingConfig:
+    return config.trainer if isinstance(config, RunConfig) else config
+
+
+def _with_trainer(config: AnyRun, update: dict[str, Any]) -> AnyRun:
+    if isinstance(config, SftConfig):
+        return config.model_copy(update=update)
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
+
+
+def value_of(config: AnyRun, key: str) -> Any:
+    """Return the value of a key, None for a section that is not set."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+class _Planner:
+    """The figures of one run that the budgets share."""
+
+    def __init__(
+        self, config: AnyRun, shape: ModelShape, machine: Machine, placement: Placement, sharing: Sharing | None
+    ) -> None:
+        self.config, self.shape, self.machine, self.placement, self.sharing = config, shape, machine, placement, sharing
+        self.trainer = trainer = trainer_of(config)
+        self.on_gpu = bool(placement.trainer)
+        self.ranks, self.servers = placement.trainer_processes, len(placement.inference)
+        self.parameters = shape.parameters
+        lora = trainer.lora
+        self.trained = self.parameters if lora is None else shape.adapter_parameters(lora.r, lora.target_modules)
+        narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and self.on_gpu)
+        self.compute_bytes = 2 if narrow else 4
+        self.longest = config.inference.max_model_len or config.seq_len or 1
+        self.links = isinstance(config, RunConfig) and lora is None and self._links(config)
+        """Whether engines get new weights from the trainer's memory."""
+
+    def _links(self, config: RunConfig) -> bool:
+        transport = config.trainer.weights.transport
+        return transport == "link" or (transport == "auto" and self.on_gpu and self.placement.shares_gpu)
+
+    def plan(self) -> ResourcePlan:
+        budgets: list[Budget] = []
+        problems: list[BadInput] = []
+        max_running = self.config.inference.max_running
+        if self.on_gpu and self.machine.gpu_memory is not None:
+            total = self.machine.gpu_memory
+            budgets.append(self._training_step(total))
+            if self.servers:
+                try:
+                    memory = self._cache_memory(total)
+                    if max_running is None:
+                        max_running = choose_max_running(self.shape, memory, self.longest, self._in_flight())
+                    budgets.append(self._sampling(total, memory, max_running))
+                except BadInput as error:
+                    problems.append(error)
+        budgets.append(self._host())
+        if self.machine.free_disk is not None:
+            budgets.append(self._disk(self.machine.free_disk))
+        return ResourcePlan(tuple(budgets), max_running, tuple(problems))
+
+    def _in_flight(self) -> int:
+        """Return the requests that each server may get at once.
+
+        With `auto`, more than `max_async_level` batches in flight would only be sampled to be stale.
+        """
+        if isinstance(self.config, SftConfig):
+            return 0  # evaluation beside the training
+        orchestrator = self.config.orchestrator
+        configured = orchestrator.max_inflight_rollouts
+        if configured != "auto":
+            return configured // self.servers
+        batch = orchestrator.batch_size or 0
+        running = int((1 + orchestrator.max_async_level) * batch / (1 + INITIAL_QUEUE)) // self.servers
+        return 1 << max(0, running.bit_length() - 1)
+
+    # GPU
+
+    def _trainer_parts(self) -> list[Part]:
+        """Return the tensors that each rank keeps between steps."""
+        base = 0 if self.trainer.lora is None else self.parameters * (self.compute_bytes if self.ranks == 1 else 4)
+        state = 0 if self.trainer.optim.offload_state and self.on_gpu else self.trainer.optim.state_bytes
+        return [
+            Part("parameters", (base + 4 * self.trained) // self.ranks),
+            Part("optimizer", state * self.trained // self.ranks),
+        ]
+
+    def _published_copy(self) -> Part:
+        shares = self.links and self.placement.shares_gpu
+        return Part("published copy", self.compute_bytes * self.parameters if shares else 0)
+
+    def _engines(self) -> ColocatedEngines:
+        """Return the engines on the trainer's GPU."""
+        inference = self.config.inference
+        return ColocatedEngines(
+            alternates=self.sharing == "alternate",
+            trainer_bytes_per_parameter=self._bytes_per_parameter(while_training=True),
+            servers=self.servers,
+            share=inference.memory_share(self.servers),
+            cache_bytes=None if inference.kv_cache_gb is None else int(inference.kv_cache_gb * 1e9),
+        )
+
+    def _bytes_per_parameter(self, *, while_training: bool) -> float:
+        share = self.trained / self.parameters
+        return self.trainer.bytes_per_parameter(while_training=while_training, adapter_share=share)
+
+    def _training_step(self, total: int) -> Budget:
+        trainer = self.trainer
+        parts = [*self._trainer_parts(), Part("gradients", 4 * self.trained // self.ranks)]
+        state, copy = sum(part.size for part in parts), self._published_copy()
+        reserved = self._engines().reserved_bytes(self.parameters, total) if self.placement.shares_gpu else 0
+        limit = int(USED_SHARE_OF_FREE * (total - reserved - copy.size))
+        plan = make_memory_plan(
+            ModelSizes(**asdict(self.shape.sizes), compute_bytes=self.compute_bytes),
+            limit if trainer.memory_gb is None else int(trainer.memory_gb * 1e9),
+            state=state,
+            chunk=trainer.lm_head_chunk,
+            longest=trainer.seq_len or 1,
+            mode=trainer.activation_checkpointing,
+            head_learns=trainer.lora is None,
+        )
+        weights = min(reserved, self.servers * self.compute_bytes * self.parameters if reserved else 0)
+        parts += [
+            copy,
+            Part("activations", plan.bytes - state, is_certain=False),
+            Part("engine's weights", weights),
+            Part("engine's other memory", reserved - weights, is_certain=False),
+        ]
+        each = f" of each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        return Budget(f"GPU memory in a training step{each}", total, tuple(parts))
+
+    def _cache_memory(self, total: int) -> int:
+        """Return the bytes for the KV cache of one server; raises as the engine would."""
+        inference = self.config.inference
+        weights = self.compute_bytes * self.parameters // inference.gpus_per_server
+        if inference.kv_cache_gb is not None:
+            return int(inference.kv_cache_gb * 1e9)
+        if inference.engine == "vllm":
+            share = inference.memory_share(self.servers) if self.placement.shares_gpu else None
+            return int((share or inference.vllm.gpu_memory_utilization or 0.9) * total) - weights
+        own = weights + CONTEXT_BYTES
+        shared = None
+        if self.placement.shares_gpu:
+            alternates = self.sharing == "alternate"
+            shared = ColocatedTrainer(
+                self.config.output_dir if alternates else None,
+                self._bytes_per_parameter(while_training=not alternates),
+                self.servers,
+            )
+        return cache_budget(total - own, total, own, self.parameters, shared)
+
+    def _sampling(self, total: int, memory: int, max_running: int) -> Budget:
+        inference = self.config.inference
+        token_bytes = self.shape.kv_bytes(self.compute_bytes)
+        blocks = blocks_within(memory, token_bytes, self.longest, max_running)
+        tokens = BLOCK_SIZE * blocks
+        shares = self.placement.shares_gpu
+        count = self.servers if shares else 1
+        parts = [
+            Part("engine's weights", count * self.compute_bytes * self.parameters // inference.gpus_per_server),
+            Part("KV cache", count * tokens * token_bytes, is_certain=False),
+            Part("engine's other memory", count * (working_bytes(total) + CONTEXT_BYTES), is_certain=False),
+        ]
+        if shares:
+            parts = [*self._trainer_parts(), self._published_copy(), *parts]
+        each = "" if shares or self.servers == 1 else f" of each of {self.servers} servers"
+        note = f"; KV cache for {tokens:,} tokens, max_running = {max_running}"
+        return Budget(f"GPU memory while sampling{each}", total, tuple(parts), note=note)
+
+    # Host
+
+    def _host(self) -> Budget:
+        parts = list(self._host_on_gpu() if self.on_gpu else self._host_on_cpu())
+        processes = self.ranks + self.servers
+        each = GPU_PROCESS_BYTES if self.on_gpu else CPU_PROCESS_BYTES
+        parts.append(Part("processes", processes * each + CPU_PROCESS_BYTES, is_certain=False))
+        total = self.machine.host_memory
+        if self.links:
+            parts.append(Part("published versions", publish_bytes(self.parameters, self.compute_bytes)))
+        left = max(0, total - sum(part.size for part in parts))
+        saving = save_bytes(self._checkpoint_bytes(), left, self.ranks)
+        parts.append(Part("saving a checkpoint", saving, is_certain=False))
+        free = self.machine.free_host_memory
+        note = "" if free is None or free >= sum(part.size for part in parts) else f"; {gib(free)} GiB are free now"
+        return Budget("host memory", total, tuple(parts), self.machine.swap, note)
+
+    def _host_on_gpu(self) -> Iterator[Part]:
+        if self.trainer.optim.offload_state:
+            yield Part("optimizer", self.trainer.optim.state_bytes * self.trained)
+        if self.trainer.lora is not None and self.servers:
+            # The engine keeps its base to merge adapters with.
+            yield Part("engine's base weights", self.servers * self.compute_bytes * self.parameters)
+
+    def _host_on_cpu(self) -> Iterator[Part]:
+        yield from (part._replace(size=part.size * self.ranks) for part in self._trainer_parts())
+        yield Part("gradients", 4 * self.trained)
+        if self.servers:
+            yield Part("engine's weights", self.servers * self.compute_bytes * self.parameters)
+            inference, token_bytes = self.config.inference, self.shape.kv_bytes(self.compute_bytes)
+            free = self.machine.free_host_memory or self.machine.host_memory
+            memory = int((inference.kv_cache_gb or 0) * 1e9) or int(CPU_CACHE_SHARE * free)
+            most = inference.running_at_once(on_gpu=False) * self.longest * token_bytes
+            yield Part("KV cache", self.servers * min(memory, most), is_certain=False)
+
+    # Disk
+
+    def _checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(self.trained, self.trainer.optim)
+
+    def _disk(self, free: int) -> Budget:
+        """Return the larger of two budgets: at the last checkpoint of the training, and at the end."""
+        version = self.compute_bytes * self.parameters if self.trainer.lora is None else 4 * self.trained
+        publishes = isinstance(self.config, RunConfig) or self.config.evaluates
+        kept = self.config.trainer.keep_weights if isinstance(self.config, RunConfig) else 1
+        versions = min(kept + 1, self.config.max_steps or 1) if publishes and not self.links else 0
+        during, at_end = kept_checkpoints(self.trainer)
+        size = self._checkpoint_bytes()
+        training = (
+            Part(f"{during} checkpoint{'s' * (during != 1)}", during * size),
+            Part("published versions", versions * version),
+        )
+        end = (
+            Part(f"{at_end} checkpoint{'s' * (at_end != 1)}", at_end * size),
+            Part("published versions", max(versions, publishes) * version),
+            Part("final model", self.compute_bytes * self.parameters),
+        )
+        return Budget("disk", free, max(training, end, key=lambda parts: sum(part.size for part in parts)))
+
+
+def kept_checkpoints(trainer: TrainingConfig) -> tuple[int, int]:
+    """Return the most checkpoints on disk while one is written, and the number at the end of a run."""
+    last, ckpt = trainer.max_steps or 1, trainer.ckpt
+    steps = {*range(ckpt.interval, last + 1, ckpt.interval), last}
+    permanent: set[int] = set()
+    if ckpt.permanent_interval is not None:
+        permanent = {*range(ckpt.permanent_interval, last + 1, ckpt.permanent_interval)}
+    saved = sorted(steps | permanent)
+    newest, one_more = saved[-ckpt.keep_last :], saved[-ckpt.keep_last - 1 :]
+    # The last one is written when there are most: permanent ones only become more.
+    return len(permanent.union(one_more)), len(permanent.union(newest))
