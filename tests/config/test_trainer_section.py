@@ -143,6 +143,7 @@ def test_unknown_attention_and_checkpointing_are_refused_with_those_that_exist()
     [
         ({}, 4 + 8 + 2, 4 + 8 + 2 + 4),
         ({"optim": {"offload_state": True}}, 4 + 2, 4 + 2 + 4),
+        ({"optim": {"state_bits": 8}}, 4 + 2 + 2, 4 + 2 + 2 + 4),
         ({"optim": {"type": "muon"}}, 4 + 4 + 2, 4 + 4 + 2 + 4),
         ({"model": {"dtype": "float32"}}, 4 + 8 + 4, 4 + 8 + 4 + 4),
         ({"weights": {"transport": "files"}}, 4 + 8, 4 + 8 + 4),

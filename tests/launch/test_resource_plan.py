@@ -17,6 +17,7 @@ from headrace.launch.resource_plan import (
     Machine,
     ResourcePlan,
     find_refusal,
+    find_solutions,
     kept_checkpoints,
     plan_resources,
 )
@@ -132,11 +133,10 @@ def test_what_fits_is_not_refused(config: RunConfig, shape: ModelShape, machine:
 def test_a_gpu_that_is_too_small_is_refused_with_the_changes_that_help() -> None:
     found = refusal(rl(), QWEN_8B)
     assert found is not None
-    assert found.key == "trainer.optim.offload_state"
-    assert found.value is False
-    assert "trainer.optim.offload_state = true" in str(found.fix)
-    assert "[trainer.lora]" in str(found.fix)
-    for changed in ({"optim": {"offload_state": True}}, {"lora": {}}):
+    assert (found.key, found.value) == ("trainer.optim.state_bits", 32)
+    for words in ("trainer.optim.state_bits = 8", "trainer.optim.offload_state = true", "[trainer.lora]"):
+        assert words in str(found.fix)
+    for changed in ({"optim": {"state_bits": 8}}, {"optim": {"offload_state": True}}, {"lora": {}}):
         assert refusal(rl(changed), QWEN_8B) is None
 
 
@@ -150,13 +150,16 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_with_fewer_of_them() -
 
 
 def test_changes_are_combined_where_one_is_not_enough() -> None:
-    """8 billion parameters need less of the GPU, and then one checkpoint of 12 bytes for each instead of two."""
-    machine = Machine(H200.gpu_memory, H200.host_memory, free_disk=17 * QWEN_8B.parameters)
-    found = refusal(rl({"ckpt": {"interval": 2}}), QWEN_8B, machine)
-    assert found is not None
-    assert "[trainer.lora]" in str(found.fix)
-    without_adapter = rl({"ckpt": {"interval": 10}, "optim": {"offload_state": True}})
-    assert refusal(without_adapter, QWEN_8B, machine) is None
+    """8 billion parameters with 13 bytes of disk for each, where one checkpoint takes 8."""
+    machine = Machine(H200.gpu_memory, H200.host_memory, free_disk=13 * QWEN_8B.parameters)
+    config = rl({"ckpt": {"interval": 2}, "optim": {"type": "sgd", "momentum": 0.9}})
+    for solution in (found := find_solutions(config, lambda changed: planned(changed, QWEN_8B, machine).fits)):
+        assert len(solution) == len(found[0])
+        changed: AnyRun = config
+        for change in solution:
+            changed = change.apply(changed)
+        assert refusal(changed, QWEN_8B, machine) is None
+    assert found
 
 
 def test_a_model_that_fits_in_no_way_is_refused_by_its_name() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.config.trainer import AdamWConfig, MuonConfig, OptimConfig, SgdConfig, TrainerConfig
 from headrace.errors import BadInput
+from headrace.trainer.adam8bit import Adam8bit
 from headrace.trainer.learner import Learner
 from headrace.trainer.optim import Optimizer, UpdateRule, adamw, hidden_matrices, muon, sgd, update_rule
 from tests.refusals import refused
@@ -22,6 +23,7 @@ from tests.trainer.training_samples import ARCHITECTURES, random_samples, write_
 
 RULES: dict[str, UpdateRule] = {
     "adamw": partial(adamw, weight_decay=0.1),
+    "adamw in 8 bits": partial(adamw, weight_decay=0.1, state_bits=8),
     "muon": partial(muon, hidden={"wide", "tall"}, weight_decay=0.1),
     "sgd": partial(sgd, weight_decay=0.1),
     "sgd with momentum": partial(sgd, momentum=0.9, weight_decay=0.1),
@@ -241,12 +243,15 @@ def test_muon_takes_the_matrices_between_embeddings_and_head(tied: bool):
     assert sum(len(part.param_groups[0]["params"]) for part in (muons, adamws)) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig(), SgdConfig(momentum=0.5, nesterov=True)])
+@pytest.mark.parametrize(
+    "config", [AdamWConfig(), AdamWConfig(state_bits=8), MuonConfig(), SgdConfig(momentum=0.5, nesterov=True)]
+)
 def test_every_key_of_a_configuration_reaches_its_rule(config: OptimConfig):
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama"])
     settings = config.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
     parts = update_rule(config.type, model, **settings)(dict(model.named_parameters()))
     groups = [group for part in parts for group in part.param_groups]
+    assert any(isinstance(part, Adam8bit) for part in parts) == (settings.pop("state_bits", 32) == 8)
     for key, value in settings.items():
         assert any(group.get(key) == value for group in groups)
 

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from headrace.config.sft import SftConfig
-from headrace.config.trainer import LoraConfig, TrainingConfig
+from headrace.config.trainer import AdamWConfig, LoraConfig, TrainingConfig
 from headrace.errors import BadInput
 from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
@@ -198,6 +198,8 @@ def changes_of(config: AnyRun) -> Iterator[Change]:
             if config.trainer.weights.transport != transport:
                 text = f'{{0}}weights.transport = "{transport}"'
                 yield change("weights.transport", text, within("weights", transport=transport))
+    if trainer.lora is None and isinstance(trainer.optim, AdamWConfig) and trainer.optim.state_bits > 8:
+        yield change("optim.state_bits", "{0}optim.state_bits = 8", within("optim", state_bits=8))
     if trainer.lora is None and not trainer.optim.offload_state:
         yield change("optim.offload_state", "{0}optim.offload_state = true", within("optim", offload_state=True))
     if trainer.lora is None:

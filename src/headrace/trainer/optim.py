@@ -20,6 +20,8 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headrace.errors import BadInput
+from headrace.trainer import adam8bit
+from headrace.trainer.adam8bit import Adam8bit
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +92,13 @@ _STATE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 }
 
 
-def adamw(parameters: Parameters, *, weight_decay: float = 0.0, **settings: Any) -> list[torch.optim.Optimizer]:
+def adamw(
+    parameters: Parameters, *, weight_decay: float = 0.0, state_bits: int = 32, **settings: Any
+) -> list[torch.optim.Optimizer]:
     if not parameters:
         return []
+    if state_bits == 8:
+        return [Adam8bit(parameters.values(), weight_decay=weight_decay, **settings)]
     return [torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=weight_decay, fused=True, **settings)]
 
 
@@ -184,9 +190,9 @@ class Optimizer:
         """Return tensors to load a saved state into: those of `names` that belong to these parameters."""
         wanted = set(names)
         return {
-            f"{name}.{key}": torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
+            f"{name}.{key}": _empty_state(self._part_of[parameter], parameter, key)
             for name, parameter in self.parameters.items()
-            for key in _STATE[type(self._part_of[parameter])]
+            for key in _state_keys(self._part_of[parameter], parameter)
             if f"{name}.{key}" in wanted
         }
 
@@ -194,7 +200,7 @@ class Optimizer:
         """Load a state, which must be of this rule for these parameters."""
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
-            keys = _STATE[type(part)]
+            keys = _state_keys(part, parameter)
             state = {key: tensors[f"{name}.{key}"] for key in keys if f"{name}.{key}" in tensors}
             if missing := [key for key in keys if state and key not in state]:
                 raise BadInput(f"the checkpoint's optimizer state has no {', '.join(missing)} of it", key=name)
@@ -212,6 +218,16 @@ class Optimizer:
             part.step()
             if self._offloads:
                 _move_state(part, torch.device("cpu"))
+
+
+def _state_keys(part: torch.optim.Optimizer, parameter: Parameter) -> tuple[str, ...]:
+    return adam8bit.state_keys(parameter) if isinstance(part, Adam8bit) else _STATE[type(part)]
+
+
+def _empty_state(part: torch.optim.Optimizer, parameter: Parameter, key: str) -> Tensor:
+    if isinstance(part, Adam8bit):
+        return adam8bit.empty_state(parameter, key)
+    return torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
 
 
 def _move_state(part: torch.optim.Optimizer, device: torch.device | None) -> None:
