@@ -20,11 +20,14 @@ threshold, or after `--steps`. Prompts come once, so that the training reward is
 TRL and Headrace, too). The output folder gets the runs, `comparison.json` and `comparison.svg`. With `--resume` what
 that file has of the same settings stays, and only what is missing runs.
 
-On a machine without a network, with the packages unpacked in deps/base and deps/vllm (about 8 minutes for gsm8k):
+On a machine without a network, with the packages unpacked in deps/base and deps/vllm (8 to 9 minutes for gsm8k):
 
     export PYTHONPATH=$PWD/src:$PWD:$PWD/deps/vllm:$PWD/deps/base VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 \\
       VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
-    HEADRACE_VLLM_PYTHON=$(which python3) python3 -m benchmarks.end_to_end.compare --workload gsm8k --output $OUT/gsm8k
+    export HEADRACE_VLLM_PYTHON=$(which python3)
+    python3 -m benchmarks.end_to_end.compare --workload gsm8k --only headrace --resume
+    python3 -m benchmarks.end_to_end.compare --workload gsm8k --only "trl vllm" "headrace vllm" --resume
+    cp outputs/end-to-end-gsm8k/*.json outputs/end-to-end-gsm8k/*.log $OUT      # not the runs: they have weights
 """
 
 from __future__ import annotations
@@ -183,7 +186,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of Headrace's runs")
+    for name, what in (("headrace", "Headrace's run file"), ("trl", "TRL's GRPOConfig, in JSON")):
+        help_text = f"further settings of {what}"
+        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="KEY=VALUE", help=help_text)
     parser.add_argument("--limit", type=float, default=240.0, help="most seconds of a run, start included")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep the runs that the output folder has")
@@ -220,7 +225,8 @@ def main() -> None:
             settings = Settings(
                 *("gsm8k-stand-in" if arguments.model is None else arguments.workload, str(model), seed),
                 *(arguments.steps + STEPS_AFTER, arguments.prompts, arguments.group),
-                *(arguments.max_tokens, arguments.temperature, arguments.lr, tuple(arguments.set)),
+                *(arguments.max_tokens, arguments.temperature, arguments.lr),
+                *(tuple(arguments.headrace), tuple(arguments.trl)),
             )
             place = (arguments.output / f"{who.replace(' ', '-')}-{seed}").resolve()
             until = float("inf") if is_gsm8k else max(arguments.thresholds)

@@ -51,7 +51,7 @@ def command(settings: Settings, how: str, place: Path) -> list[str]:
         overrides["inference.vllm.args"] = json.dumps(VLLM_ARGUMENTS)
     if async_level:
         overrides["orchestrator.max_async_level"] = async_level[0]
-    overrides |= dict(override.split("=", 1) for override in settings.overrides)
+    overrides |= dict(override.split("=", 1) for override in settings.headrace)
     words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
     return [sys.executable, "-m", "headrace", "rl", str(workload.run_file), *words, "--clean"]
 

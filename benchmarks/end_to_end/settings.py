@@ -41,8 +41,10 @@ class Settings(NamedTuple):
     max_tokens: int
     temperature: float
     lr: float
-    overrides: tuple[str, ...] = ()
-    """Further settings of Headrace, KEY=VALUE."""
+    headrace: tuple[str, ...] = ()
+    """Further settings of Headrace's run file, KEY=VALUE."""
+    trl: tuple[str, ...] = ()
+    """Further settings of TRL's GRPOConfig, KEY=VALUE with values in JSON."""
 
     @property
     def rollouts(self) -> int:

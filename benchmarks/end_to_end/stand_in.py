@@ -32,13 +32,18 @@ STAGES = 6
 MEAN_TOKENS = 287
 """Mean length of a completion before the cut at 512."""
 ADVANCE = STAGES / MEAN_TOKENS
-SIGNAL = 32.0
+SIGNAL = 128.0
+READ_DEVIATION = 4.0
+"""Standard deviation of what layers read of an embedding. Beside these two, what the layers add is so small that the
+scale of the final norm, and so the probabilities, hardly depend on the context or on training."""
 STAY_LOGIT = 12.0
 """Logit of the current stage above that of other stages."""
 TOKEN_LOGIT_DEVIATION = 0.25
 """Standard deviation of the logits of tokens of one stage."""
 ROUNDS = 8
 """Forwards for the calibration."""
+SHORT_CONTEXT = 48
+"""Tokens; prompts are longer."""
 TOKENS = 4000
 """Size of the tokenizer; with it the mean prompt of GSM8K has 117 tokens, as with Qwen2.5's."""
 END, START, PADDING = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
@@ -111,10 +116,10 @@ def build_stages(model: Any, stages: torch.Tensor) -> None:
     read = slice(signals, hidden // 2)
     embeddings = model.get_input_embeddings().weight
     embeddings[:, :signals] = 0
-    embeddings[:, 0] = torch.where(stages > 0, SIGNAL / 8, -SIGNAL * 8)
+    embeddings[:, 0] = torch.where(stages > 0, SIGNAL / 2, -SIGNAL)
     sampled = stages.nonzero().squeeze(1)
     embeddings[sampled, stages[sampled]] = SIGNAL
-    embeddings[:, read] = torch.randn_like(embeddings[:, read])
+    embeddings[:, read] = READ_DEVIATION * torch.randn_like(embeddings[:, read])
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[:signals] = 0
         layer.mlp.down_proj.weight[:signals] = 0
@@ -141,13 +146,14 @@ def calibrate(model: Any, stages: torch.Tensor) -> None:
     tokens = torch.cat([part[torch.randperm(len(part), device=part.device)[:32]] for part in members[1:-1]])
     tokens = tokens[torch.randperm(len(tokens), device=tokens.device)]
     own, wanted_odds = stages[tokens], math.log(ADVANCE / (1 - ADVANCE))
+    own[:SHORT_CONTEXT] = 0  # not looked at: attention over few tokens is larger
 
     def log_odds(states: torch.Tensor, stage: int, other: int) -> float:
-        """Return the mean log odds of the next token's stage, after tokens of `stage`: `other` to `stage`."""
+        """Return the log of the mean odds of the next token's stage, after tokens of `stage`: `other` to `stage`."""
         mass, own_mass = (
             (states[own == stage] @ embeddings[members[each]].float().T).logsumexp(1) for each in (other, stage)
         )
-        return float((mass - own_mass).mean())
+        return float((mass - own_mass).exp().mean().log())
 
     for _ in range(ROUNDS):
         states = model.model(tokens[None]).last_hidden_state[0].float()

@@ -155,7 +155,8 @@ def trainer_arguments(settings: Settings, workload: Workload, engine: str, place
             "generation_kwargs": {"detokenize": False},
             "use_liger_kernel": on_gpu,
         }
-    return arguments
+    further = (override.split("=", 1) for override in settings.trl)
+    return arguments | {key: json.loads(value) for key, value in further}
 
 
 if __name__ == "__main__":
