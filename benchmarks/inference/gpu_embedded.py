@@ -10,8 +10,8 @@ from benchmarks.inference.worker import Seconds, Stopwatch
 from headrace.config.inference import InferenceConfig
 from headrace.config.model import ModelConfig
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import load_engine
 from headrace.inference.schema import SamplingParams
-from headrace.inference.server.main import load_embedded
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class Contender:
     def run(self, jobs: list[Job], concurrent: int) -> Seconds:
         watch = Stopwatch()
         if self._engine is None:
-            self._engine = load_embedded(self._config, self._directory, Tokenizer(self._directory))
+            self._engine = load_engine(self._config, self._directory, Tokenizer(self._directory))
         requests = [
             self._engine.submit(job.prompt, SamplingParams(max_tokens=job.completion, ignore_eos=True)) for job in jobs
         ]

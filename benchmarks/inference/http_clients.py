@@ -106,17 +106,16 @@ def run_server(model: Path, engine: str, pipe: Connection) -> None:
 
 
 async def serve(model: Path, engine: str, pipe: Connection) -> None:
-    from headrace.inference.embedded.backend import EmbeddedBackend
-    from headrace.inference.embedded.thread import EngineThread
+    from headrace.inference.embedded.backend import start_embedded
     from headrace.inference.server.app import App
     from headrace.inference.server.keys import Keys
-    from headrace.inference.server.main import HttpServer, bind, load_embedded, make_chat, url_of
+    from headrace.inference.server.main import HttpServer, bind, make_chat, url_of
 
     config = InferenceConfig(model={"name": str(model)}, max_model_len=1024, max_running=256)
     chat = make_chat(config, "tiny", model)
     backend: Any = StandInBackend()
     if engine == "embedded":
-        backend = EmbeddedBackend(EngineThread(load_embedded(config, model, chat.tokenizer)))
+        backend = await start_embedded(config, model, None)
     server = HttpServer(App(backend, chat, Keys(None, None), max_body=1 << 25))
     listener = bind("127.0.0.1", 0)
     pipe.send(url_of(listener))

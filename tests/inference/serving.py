@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from headrace.inference.backend import Backend
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.embedded.service import EngineService
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys
@@ -46,7 +48,7 @@ async def client_of_engine(
     engine: Engine, model_directory: Path, chat: Chat | None = None
 ) -> AsyncIterator[EngineClient]:
     """Serve an engine for a while, as "tiny" unless a chat has another name; gives a client of it."""
-    backend = EmbeddedBackend(EngineThread(engine))
+    backend = await connect(engine)
     async with served(backend, chat or chat_of(model_directory)) as url:
         client = EngineClient([url], admin_key=ADMIN_KEY)
         try:
@@ -55,9 +57,21 @@ async def client_of_engine(
             await client.close()
 
 
-def backend_of(model: Any, model_directory: Path, **options: Any) -> EmbeddedBackend:
-    """The embedded engine as the server starts it, small."""
+async def connect(engine: Engine, max_waiting: int = 4096, kind: type[EmbeddedBackend] = EmbeddedBackend) -> Any:
+    """The server's end of a connection to this engine, which runs in a thread instead of a process."""
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=EngineService(engine, theirs).run, daemon=True).start()
+    return await kind.connect(ours, max_waiting)
+
+
+def engine_of(model: Any, model_directory: Path, **options: Any) -> Engine:
+    """The embedded engine as its process loads it, small."""
     given = {"max_model_len": 128, "max_running": 8, "eos_token_ids": [258], **options}
     tokenizer = Tokenizer(model_directory)
-    engine = Engine(model, decode=tokenizer.decode, special_tokens=tokenizer.control_tokens, **given)
-    return EmbeddedBackend(EngineThread(engine))
+    return Engine(model, decode=tokenizer.decode, special_tokens=tokenizer.control_tokens, **given)
+
+
+async def backend_of(model: Any, model_directory: Path, max_waiting: int = 4096, **options: Any) -> EmbeddedBackend:
+    """The server's end of a connection to a small engine."""
+    backend: EmbeddedBackend = await connect(engine_of(model, model_directory, **options), max_waiting)
+    return backend

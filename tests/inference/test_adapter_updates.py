@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from headrace.config.inference import InferenceConfig
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import load_engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.server.main import load_embedded
 from headrace.inference.weights.errors import WeightsError
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
@@ -172,7 +172,7 @@ def test_a_server_merges_with_the_model_it_was_started_with(
 ) -> None:
     trained, adapter = adapted(make_model, 1)
     config = InferenceConfig(model={"name": str(model_directory), "dtype": "float32"}, max_model_len=64)
-    engine = load_embedded(config, model_directory, Tokenizer(model_directory))
+    engine = load_engine(config, model_directory, Tokenizer(model_directory))
     engine.update_weights(publish_adapter(adapter, V1), V1)
     request = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     run_all(engine)

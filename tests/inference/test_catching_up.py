@@ -14,13 +14,13 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.server import main
 from headrace.inference.server.main import _catch_up
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
+from tests.inference.serving import connect
 
 V1, V2, V3, V4 = (Version(0, step) for step in (1, 2, 3, 4))
 MakeModel = Callable[[int], Any]
@@ -29,16 +29,26 @@ MakeModel = Callable[[int], Any]
 class NotingBackend(EmbeddedBackend):
     """Notes which versions are tried, and lets something happen before the first try."""
 
-    def __init__(self, engine: Engine, at_first: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.tried: list[Version] = []
-        self._at_first = at_first
-        super().__init__(EngineThread(engine))
+        self.at_first: Callable[[], None] = lambda: None
+        self.engine: Engine
 
     async def update_weights(self, directory: Path, version: Version) -> str:
         self.tried.append(version)
         if len(self.tried) == 1:
-            self._at_first()
+            self.at_first()
         return await super().update_weights(directory, version)
+
+
+async def noting(
+    model: Any, at_first: Callable[[], None] = lambda: None, kind: type[NotingBackend] = NotingBackend
+) -> NotingBackend:
+    engine = Engine(model, max_model_len=64)
+    backend: NotingBackend = await connect(engine, kind=kind)
+    backend.engine, backend.at_first = engine, at_first
+    return backend
 
 
 @pytest.fixture
@@ -68,7 +78,7 @@ async def test_a_version_that_is_retired_while_it_is_read_gives_way_to_a_newer_o
 
     for version in (V1, V2):
         run.weights.publish(version, make_model(version.step).save_pretrained)
-    backend = NotingBackend(Engine(make_model(0), max_model_len=64), train_on)
+    backend = await noting(make_model(0), train_on)
     await _catch_up(backend, run)
     assert backend.tried == [V2, V3] and backend.state().version == V3
     await backend.close()
@@ -81,7 +91,7 @@ async def test_what_a_lost_trainer_had_in_memory_is_asked_for_once(
     for version in (V2, V3):
         offer(run, sender, version, make_model(version.step))
     sender.close()
-    backend = NotingBackend(Engine(make_model(0), max_model_len=64))
+    backend = await noting(make_model(0))
     await _catch_up(backend, run)
     assert backend.tried == [V3, V1] and backend.state().version == V1
     await backend.close()
@@ -94,7 +104,7 @@ async def test_the_trainer_that_comes_after_a_lost_one_is_asked(
     for version in (V1, V2):
         offer(run, lost, version, make_model(version.step))
     lost.close()
-    backend = NotingBackend(Engine(make_model(0), max_model_len=64), lambda: offer(run, sender, V4, make_model(4)))
+    backend = await noting(make_model(0), lambda: offer(run, sender, V4, make_model(4)))
     await _catch_up(backend, run)
     assert backend.tried == [V2, V4] and backend.state().version == V4
     await backend.close()
@@ -104,7 +114,7 @@ class DyingBackend(NotingBackend):
     """Its engine dies while weights are on their way to it."""
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        self._thread.engine.step = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        self.engine.step = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
         await self.pause()
         await self.failure()
         return await super().update_weights(directory, version)
@@ -126,7 +136,7 @@ def serve(
     announced: list[str] = []
 
     async def start_engine(*_: object) -> NotingBackend:
-        return kind(Engine(make_model(0), max_model_len=64))
+        return await noting(make_model(0), kind=kind)
 
     run.weights.publish(V1, make_model(1).save_pretrained)
     patch.setattr(main, "start_engine", start_engine)

@@ -24,7 +24,7 @@ PATH = "/v1/completions"
 
 @pytest_asyncio.fixture
 async def url(model: Any, model_directory: Path) -> AsyncIterator[str]:
-    async with served(backend_of(model, model_directory), chat_of(model_directory)) as url:
+    async with served(await backend_of(model, model_directory), chat_of(model_directory)) as url:
         yield url
 
 

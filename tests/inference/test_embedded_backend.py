@@ -1,7 +1,6 @@
 """The embedded engine behind the server, from an event loop."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import pytest_asyncio
 import torch
 
 from headrace.inference.backend import Backend, EngineStopped, InvalidRequest, ModelNotFound, RequestCancelled
-from headrace.inference.embedded.backend import EmbeddedBackend, LoopCalls
+from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError
 from headrace.rollout.version import Version
+from tests.inference.serving import connect
 
 LONG = SamplingParams(ignore_eos=True)
 WAIT = 30.0
@@ -24,7 +23,7 @@ WAIT = 30.0
 
 @pytest_asyncio.fixture
 async def backend(model: Any) -> AsyncIterator[EmbeddedBackend]:
-    backend = EmbeddedBackend(EngineThread(Engine(model, max_model_len=128, max_running=4)))
+    backend: EmbeddedBackend = await connect(Engine(model, max_model_len=128, max_running=4))
     yield backend
     await backend.close()
 
@@ -117,14 +116,16 @@ async def test_weights_and_pauses(
         await backend.unload_adapter("missing")
 
 
-async def test_failure_returns_when_the_engine_dies(backend: EmbeddedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failure_returns_when_the_engine_dies(
+    backend: EmbeddedBackend, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lose(**_: Any) -> None:
         raise torch.AcceleratorError("the device is lost")
 
     waiting = asyncio.create_task(backend.failure())
     await backend.pause()
     generations = [backend.submit([5], LONG) for _ in range(6)]
-    monkeypatch.setattr(backend._thread.engine.model, "forward", lose)
+    monkeypatch.setattr(model, "forward", lose)
     await backend.resume()
     assert "the device is lost" in await asyncio.wait_for(waiting, WAIT)
     for generation in generations:
@@ -153,28 +154,3 @@ async def test_closing_answers_what_is_in_flight(backend: EmbeddedBackend) -> No
     for generation in generations:
         with pytest.raises(EngineStopped, match="shutting down"):
             await asyncio.wait_for(generation.result(), WAIT)
-
-
-async def test_calls_of_every_thread_reach_the_loop_once_and_in_order() -> None:
-    loop_calls = LoopCalls(asyncio.get_running_loop())
-    arrived: dict[int, list[int]] = {number: [] for number in range(4)}
-
-    def call(number: int) -> None:
-        for place in range(500):
-            loop_calls.call(lambda place=place: arrived[number].append(place))  # type: ignore[misc]
-
-    callers = [threading.Thread(target=call, args=(number,)) for number in arrived]
-    for caller in callers:
-        caller.start()
-    while any(caller.is_alive() for caller in callers):
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert all(places == list(range(500)) for places in arrived.values())
-
-
-def test_calls_to_a_closed_loop_are_dropped() -> None:
-    loop = asyncio.new_event_loop()
-    loop_calls = LoopCalls(loop)
-    loop.close()
-    loop_calls.call(lambda: pytest.fail("the loop is closed"))

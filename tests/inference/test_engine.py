@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.inference.backend import EngineError, EngineOverloaded, InvalidRequest, RequestCancelled
+from headrace.inference.backend import EngineError, InvalidRequest, RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
@@ -299,18 +299,6 @@ def test_a_seeded_request_samples_the_same_to_the_last_bit_in_any_batch(
     for others in (1, 5, 14):
         assert sampled_in_batch(model, length, others, max_step_tokens=64) == alone
     assert sampled_in_batch(model, length, 5, max_step_tokens=32) == alone
-
-
-def test_max_waiting_bounds_the_queue_beyond_what_can_run(model: Any) -> None:
-    engine = Engine(model, max_model_len=64, max_running=1, max_waiting=2)
-    for _ in range(2):
-        for _ in range(3 - len(engine.scheduler.running) - engine.scheduler.num_waiting):
-            engine.submit([5], SamplingParams(max_tokens=2, ignore_eos=True))
-        with pytest.raises(EngineOverloaded):
-            engine.submit([5], SamplingParams())
-        engine.step()
-    run_all(engine)
-    assert engine.state().finished == {"length": 3}
 
 
 def test_the_state_counts_what_happened(model: Any) -> None:

@@ -34,7 +34,13 @@ Serve = Callable[[], contextlib.AbstractAsyncContextManager[str]]
 def serve(model_directory: Path, make_model: Callable[[int], Any]) -> Serve:
     """An engine with its server in this process; gives its URL."""
     chat = chat_of(model_directory)
-    return lambda: served(backend_of(make_model(0), model_directory, max_model_len=64), chat)
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[str]:
+        async with served(await backend_of(make_model(0), model_directory, max_model_len=64), chat) as url:
+            yield url
+
+    return serve
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +71,7 @@ async def test_the_second_server_on_a_port_cannot_listen(
 ) -> None:
     early = bind("127.0.0.1", 0)
     late = bind("127.0.0.1", early.getsockname()[1])
-    backend = backend_of(make_model(0), model_directory)
+    backend = await backend_of(make_model(0), model_directory)
     with early, late:
         early.listen()
         with pytest.raises(CannotListen):

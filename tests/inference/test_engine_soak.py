@@ -25,11 +25,10 @@ from headrace.inference.embedded import kv_window as window_module
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.backend import EmbeddedBackend, EmbeddedGeneration
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import GenerateResponse
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_close, assert_nothing_left, plain_logprobs, random_prompt
-from tests.inference.serving import ADMIN_KEY, chat_of, served
+from tests.inference.serving import ADMIN_KEY, chat_of, connect, served
 
 LONGEST = 96
 CLIENTS = 24
@@ -259,8 +258,8 @@ class Soak:
 class Counted(EmbeddedBackend):
     """Remembers what it accepted."""
 
-    def __init__(self, thread: EngineThread) -> None:
-        super().__init__(thread)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.accepted: list[EmbeddedGeneration] = []
 
     def submit(self, *args: Any, **kwargs: Any) -> EmbeddedGeneration:
@@ -298,17 +297,16 @@ async def soak(
         make_model(0),
         max_model_len=LONGEST,
         max_running=12,
-        max_waiting=8,
         max_step_tokens=96,
         kv_blocks=22,
         kv_on_update=kv_on_update,
         decode=chat.tokenizer.decode,
     )
-    backend = Counted(EngineThread(engine))
+    backend: Counted = await connect(engine, max_waiting=8, kind=Counted)
     async with served(backend, chat) as url:
         ran = Soak(url, random.Random(0), directories)
         await ran.run(count, updates)
-        while any(not generation._request.future.done() for generation in backend.accepted):
+        while any(not generation._ended.done() for generation in backend.accepted):
             await asyncio.sleep(0.01)  # those whose clients have gone
         await backend.pause()
         await ran.http.close()

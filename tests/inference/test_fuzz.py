@@ -157,7 +157,7 @@ class Server:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.backend = backend_of(make_qwen3(0), self._directory, max_model_len=LONGEST, max_waiting=64)
+        self.backend = await backend_of(make_qwen3(0), self._directory, max_model_len=LONGEST, max_waiting=64)
         async with served(self.backend, chat_of(self._directory), max_body=1 << 20) as url:
             self.address = url.removeprefix("http://")
             self._up.set()

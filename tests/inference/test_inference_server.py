@@ -19,13 +19,12 @@ from headrace.config.inference import InferenceConfig
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineRejected, EngineUnavailable
 from headrace.inference.client.served_model import ServedModel
-from headrace.inference.embedded.backend import EmbeddedBackend
-from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.embedded.loading import load_engine
 from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
 from headrace.inference.server.chat import ChatRequest
 from headrace.inference.server.completions import CompletionRequest
 from headrace.inference.server.generate import VllmSampling
-from headrace.inference.server.main import CannotListen, bind, load_embedded, make_chat, serve
+from headrace.inference.server.main import CannotListen, bind, make_chat, serve
 from headrace.inference.server.request_bodies import TokenizeRequest, unsupported_in
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
@@ -33,7 +32,7 @@ from headrace.text.tokenizer import Tokenizer, TokenizerError
 from headrace.transport.endpoint import read_endpoint
 from headrace.transport.run_dir import RunDir
 from tests.inference.plain_forward import plain_logprobs
-from tests.inference.serving import served
+from tests.inference.serving import connect, served
 
 START = 90.0
 GENERATE = "/inference/v1/generate"
@@ -248,8 +247,7 @@ async def test_a_model_is_served_under_the_name_that_is_set(model_directory: Pat
     name = str(model_directory)
     config = InferenceConfig(model={"name": name}, served_name=served_name, max_model_len=64, max_running=2)
     chat = make_chat(config, name, model_directory)
-    engine = load_embedded(config, model_directory, chat.tokenizer)
-    async with served(EmbeddedBackend(EngineThread(engine)), chat) as url:
+    async with served(await connect(load_engine(config, model_directory, chat.tokenizer)), chat) as url:
         async with aiohttp.ClientSession(url) as http, http.get("/v1/models") as answer:
             [entry] = (await answer.json())["data"]
         assert (entry["id"], entry["max_model_len"]) == (served_name or name, 64)

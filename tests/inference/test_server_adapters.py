@@ -20,7 +20,7 @@ async def test_a_request_that_names_an_adapter_is_scored_by_it(
 ) -> None:
     trained, adapter = adapted(make_model, 1)
     write_adapter(tmp_path, adapter)
-    backend = backend_of(make_model(0), model_directory, base=model_directory)
+    backend = await backend_of(make_model(0), model_directory, base=model_directory)
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     async with (
         served(backend, chat_of(model_directory)) as url,

@@ -31,7 +31,7 @@ def keys() -> Keys:
 
 @pytest_asyncio.fixture
 async def http(model: Any, model_directory: Path, keys: Keys) -> AsyncIterator[aiohttp.ClientSession]:
-    backend = backend_of(model, model_directory)
+    backend = await backend_of(model, model_directory)
     async with served(backend, chat_of(model_directory), keys) as url, aiohttp.ClientSession(url) as session:
         yield session
 

@@ -23,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN
 from headrace.inference.backend import MAX_STOP_TOKEN_IDS, EngineState, EngineStopped, InvalidRequest
-from headrace.inference.embedded.backend import EmbeddedBackend
+from headrace.inference.embedded.backend import EmbeddedBackend, start_embedded
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import Health
 from headrace.inference.server import app, main, replies
@@ -36,7 +36,7 @@ from headrace.inference.server.app import (
 )
 from headrace.inference.server.chat import ChatRequest
 from headrace.inference.server.replies import exceeds_json_limits
-from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, served
+from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, connect, engine_of, served
 
 GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -47,7 +47,7 @@ MB = 2**20
 
 @pytest_asyncio.fixture
 async def backend(model: Any, model_directory: Path) -> EmbeddedBackend:
-    return backend_of(model, model_directory, max_running=4, max_waiting=6)
+    return await backend_of(model, model_directory, max_running=4, max_waiting=6)
 
 
 @pytest_asyncio.fixture
@@ -157,7 +157,7 @@ async def _read(http: aiohttp.ClientSession, path: str, body: Any) -> bytes:
 async def test_a_client_that_vanishes_in_the_middle_of_a_stream_cancels_its_requests(
     model: Any, model_directory: Path, path: str, body: Any
 ) -> None:
-    backend = backend_of(model, model_directory, max_model_len=4096)  # far more than is sampled before the hang-up
+    backend = await backend_of(model, model_directory, max_model_len=4096)  # far more than is sampled before that
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
         answer = await http.post(path, json={**body, "stream": True})
         while b'"token_ids":[' not in await answer.content.readline():
@@ -184,13 +184,13 @@ async def test_requests_beyond_the_queue_are_rejected_and_waiting_ones_served(
 ) -> None:
     await backend.pause()
     one = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
-    tasks = [asyncio.create_task(_read(http, GENERATE, one)) for _ in range(6)]
-    await until(backend, lambda state: state.waiting == 6)
+    tasks = [asyncio.create_task(_read(http, GENERATE, one)) for _ in range(10)]  # four may run, six wait
+    await until(backend, lambda state: state.waiting == 10)
     async with http.post(GENERATE, json=one) as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
         assert (await answer.json())["error"]["type"] == "overloaded"
     async with http.get("/health") as answer:
-        assert (await answer.json())["waiting"] == 6
+        assert (await answer.json())["waiting"] == 10
     await backend.resume()
     assert all("choices" in json.loads(content) for content in await asyncio.gather(*tasks))
 
@@ -200,9 +200,13 @@ async def test_a_list_that_does_not_fit_in_the_queue_occupies_none_of_it(
     http: aiohttp.ClientSession, backend: EmbeddedBackend
 ) -> None:
     await backend.pause()
+    first = asyncio.create_task(_read(http, COMPLETE, {"prompt": ["a"] * 4, "max_tokens": 1}))
+    await until(backend, lambda state: state.waiting == 4)
     async with http.post(COMPLETE, json={"prompt": ["a"] * 7}) as answer:
         assert answer.status == 429
-    await until(backend, lambda state: state.waiting == 0)
+    await until(backend, lambda state: state.waiting == 4)
+    await backend.resume()
+    assert len(json.loads(await first)["choices"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -323,7 +327,7 @@ def test_the_longest_list_counts() -> None:
 
 
 async def test_a_long_text_may_be_full_of_what_json_is_made_of(model: Any, model_directory: Path) -> None:
-    backend = backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
+    backend = await backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
         text = ',["\\' * (MAX_OTHER_VALUES // 2)
         async with http.post("/tokenize", json={"prompt": text}) as answer:
@@ -343,7 +347,7 @@ async def test_many_token_ids_are_checked_beside_the_event_loop(
         raise InvalidRequest("enough")
 
     monkeypatch.setattr(app, checks, check)
-    backend = backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
+    backend = await backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
         for count in (5, LONG_BODY_BYTES // 2):
             async with http.post(path, json={field: [5] * count}) as answer:
@@ -364,7 +368,7 @@ async def test_long_texts_are_made_into_tokens_one_at_a_time(model: Any, model_d
         return encode(text, **options)
 
     chat.tokenizer.encode = slowly  # type: ignore[method-assign, assignment]
-    backend = backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
+    backend = await backend_of(model, model_directory, max_model_len=LONG_BODY_BYTES)
     async with served(backend, chat) as url, aiohttp.ClientSession(url) as http:
         body = {"prompt": "a" * LONG_BODY_BYTES}
         await asyncio.gather(*[_read(http, "/tokenize", body) for _ in range(4)])
@@ -413,9 +417,10 @@ async def test_messages_are_let_go_before_the_answer(http: aiohttp.ClientSession
 
 
 async def test_a_dead_engine_is_an_unhealthy_server(model: Any, model_directory: Path) -> None:
-    backend = backend_of(model, model_directory)
+    engine = engine_of(model, model_directory)
+    backend = await connect(engine)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
-        fall_ill(backend)
+        fall_ill(engine)
         for path in (GENERATE, GENERATE, CHAT):  # the first is there when it happens
             async with http.post(path, json=ASKED[path]) as answer:
                 assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
@@ -428,29 +433,35 @@ async def test_a_dead_engine_is_an_unhealthy_server(model: Any, model_directory:
             assert "headrace_failed 1" in (await answer.text()).splitlines()
 
 
-def fall_ill(backend: EmbeddedBackend) -> None:
+def fall_ill(engine: Engine) -> None:
     """The next step fails in a way that no request is to blame for."""
 
     def step() -> None:
         raise RuntimeError("the GPU fell off")
 
-    backend._thread.engine.step = step  # type: ignore[method-assign]
+    engine.step = step  # type: ignore[method-assign]
 
 
 def test_a_server_whose_engine_dies_reports_it_and_exits_for_a_restart(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engines: list[EmbeddedBackend] = []
     answers: list[int] = []
 
+    async def start(*arguments: Any) -> EmbeddedBackend:
+        engines.append(await start_embedded(*arguments))
+        return engines[0]
+
     def ask(url: str) -> None:
-        monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+        assert engines[0]._process is not None
+        engines[0]._process.kill()
         for path, data in ((GENERATE, b'{"token_ids": [5]}'), ("/health", None)):
             try:
                 urllib.request.urlopen(url + path, data)
             except urllib.error.HTTPError as error:
                 answers.append(error.code)
 
-    monkeypatch.setattr(main, "FAILURE_NOTICE_S", 0.5)
+    monkeypatch.setattr(main, "start_embedded", start)
     config = InferenceConfig(model={"name": str(model_directory)}, max_model_len=64, max_running=2)
     threads: list[threading.Thread] = []
 

@@ -67,7 +67,7 @@ def test_a_histogram_counts_what_lies_below_each_bound() -> None:
 async def test_requests_are_counted_by_route_and_status_and_unknown_routes_together(
     model: Any, model_directory: Path
 ) -> None:
-    backend = backend_of(model, model_directory)
+    backend = await backend_of(model, model_directory)
     async with served(backend, chat_of(model_directory)) as url, aiohttp.ClientSession(url) as http:
         for body in ({"prompt": "a", "max_tokens": 3}, {"prompt": "a", "stream": True}, {"prompt": ""}):
             await (await http.post("/v1/completions", json=body)).read()

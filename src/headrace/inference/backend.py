@@ -20,6 +20,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 """Beyond these, scaled logits overflow or become uniform. 0 is greedy."""
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
+SHUTTING_DOWN = "the engine is shutting down"
 TopLogprobs = list[tuple[int, float]]
 """The most likely token ids at one position with their logprobs, highest first."""
 

@@ -1,42 +1,112 @@
-"""The embedded engine behind the server: results cross from the engine's thread to the event loop."""
+"""The HTTP server's end of the connection to the embedded engine, which runs in a process of its own. Without torch."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import signal
+import socket
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
-from headrace.inference.backend import EngineState, EngineStopped, GenerationResult, TokenChunk
-from headrace.inference.embedded.request import Request
-from headrace.inference.embedded.thread import SHUTTING_DOWN, EngineThread
+import msgspec
+
+from headrace.config.inference import InferenceConfig
+from headrace.inference.backend import (
+    SHUTTING_DOWN,
+    EngineOverloaded,
+    EngineState,
+    EngineStopped,
+    GenerationResult,
+    ModelNotFound,
+    TokenChunk,
+    check_request,
+)
+from headrace.inference.colocation import ColocatedTrainer
+from headrace.inference.embedded import messages as m
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
-T = TypeVar("T")
+ENGINE_PROGRAM = "headrace.inference.embedded.process"
+CLOSE_TIMEOUT_S = 10.0
+"""For the engine to end in order, before its process is killed."""
+SILENCE_TIMEOUT_S, SILENCE_POLL_S = 60.0, 1.0
+"""An engine that sends nothing for so long, not even its state, is considered dead."""
 
-SWITCH_INTERVAL_S = 0.0005
-"""Longest time for which another thread keeps the interpreter from the engine's: a step takes a few milliseconds."""
-ADMIN_THREADS = 4
-"""Threads of their own, so that a pause does not wait for tokenization or for weights that are read."""
+
+async def start_embedded(
+    config: InferenceConfig,
+    directory: Path,
+    shared: ColocatedTrainer | None,
+    on_progress: Callable[[str], None] = lambda activity: None,
+) -> EmbeddedBackend:
+    """Start the engine's process and wait until it is ready; raises the error if it cannot load the model."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", ENGINE_PROGRAM, str(theirs.fileno())),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+    ours.setblocking(False)
+    ours.sendall(m.frame(m.Start(config.model_dump_json().encode(), directory, shared)))
+    try:
+        return await EmbeddedBackend.connect(ours, config.max_waiting, process, on_progress)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
 
 
-class EmbeddedBackend:
-    """A `Backend` over an engine's thread; must be created in the event loop that uses it."""
+class EmbeddedBackend(asyncio.Protocol):
+    """A `Backend` over the connection to an engine; must be used in the event loop that it was created in."""
 
     name = "embedded"
+    max_model_len: int
+    vocab_size: int
+    _transport: asyncio.WriteTransport
+    _state: EngineState
+    """The last snapshot."""
 
-    def __init__(self, thread: EngineThread) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._thread = thread
-        self._loop_calls = LoopCalls(asyncio.get_running_loop())
-        self._admin = ThreadPoolExecutor(ADMIN_THREADS, "engine-admin")
-        self._closed = False
-        self.max_model_len = thread.engine.max_model_len
-        self.vocab_size = thread.engine.vocab_size
+    def __init__(
+        self, max_waiting: int, process: asyncio.subprocess.Process | None, on_progress: Callable[[str], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._process, self._on_progress = process, on_progress
+        self._max_waiting = max_waiting
+        self._ready: asyncio.Future[m.Ready] = loop.create_future()
+        self._dead: asyncio.Future[str] = loop.create_future()
+        self._frames = m.Frames(m.FROM_ENGINE)
+        self._numbers = itertools.count()
+        self._generations: dict[int, EmbeddedGeneration] = {}
+        self._calls: dict[int, asyncio.Future[str | None]] = {}
+        self._heard_at = loop.time()
+        self._disconnected = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch())
+        self._is_closed = False
+
+    @classmethod
+    async def connect(
+        cls,
+        connection: socket.socket,
+        max_waiting: int,
+        process: asyncio.subprocess.Process | None = None,
+        on_progress: Callable[[str], None] = lambda activity: None,
+    ) -> EmbeddedBackend:
+        """Wait until the engine at the other end of the connection is ready."""
+        loop = asyncio.get_running_loop()
+        _, backend = await loop.create_unix_connection(lambda: cls(max_waiting, process, on_progress), sock=connection)
+        try:
+            ready = await backend._ready
+        except BaseException:
+            backend._watching.cancel()
+            backend._transport.abort()
+            raise
+        backend.max_model_len, backend.vocab_size, backend._state = ready.max_model_len, ready.vocab_size, ready.state
+        return backend
 
     def submit(
         self,
@@ -49,105 +119,198 @@ class EmbeddedBackend:
         session: str | None = None,
     ) -> EmbeddedGeneration:
         """Submit a request; `session` has no effect with a single engine."""
-        request = self._thread.submit(token_ids, params, cache_salt, urgent=urgent, adapter=adapter)
-        return EmbeddedGeneration(request, self._thread, self._loop_calls)
+        self._refuse_if_stopped()
+        check_request(token_ids, params, self.vocab_size, self.max_model_len)
+        if adapter is not None and adapter not in self._state.adapters:
+            raise ModelNotFound(f"adapter {adapter!r} is not loaded")
+        limit = self._state.capacity + self._max_waiting
+        if len(self._generations) >= limit:
+            raise EngineOverloaded(f"{limit} requests are running or waiting, which is the limit. Retry later.")
+        number = next(self._numbers)
+        self._transport.write(m.frame(m.Submit(number, token_ids, params, cache_salt, urgent, adapter)))
+        self._generations[number] = generation = EmbeddedGeneration(number, self._transport)
+        return generation
 
     def state(self) -> EngineState:
-        return self._thread.state()
+        """Return the engine's last snapshot; requests that it has not received yet count as waiting."""
+        state = msgspec.structs.replace(self._state)
+        state.running = min(state.running, len(self._generations))
+        state.waiting = len(self._generations) - state.running
+        state.max_requests = state.capacity + self._max_waiting
+        state.failure = self._dead.result() if self._dead.done() else None
+        return state
 
     async def pause(self) -> None:
-        await self._run_admin(self._thread.pause)
+        await self._call(m.Pause())
 
     async def resume(self) -> None:
-        await self._run_admin(self._thread.resume)
+        await self._call(m.Resume())
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        return await self._run_admin(lambda: self._thread.update_weights(directory, version))
+        checksum = await self._call(m.UpdateWeights(directory, version))
+        assert checksum is not None
+        return checksum
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        await self._run_admin(lambda: self._thread.load_adapter(name, directory))
+        await self._call(m.LoadAdapter(name, directory))
 
     async def unload_adapter(self, name: str) -> None:
-        await self._run_admin(lambda: self._thread.unload_adapter(name))
+        await self._call(m.UnloadAdapter(name))
 
     async def failure(self) -> str:
-        return await asyncio.shield(asyncio.wrap_future(self._thread.failure))  # cancelling a caller must not cancel it
+        return await asyncio.shield(self._dead)  # cancelling a caller must not cancel it
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.stop)
-        self._closed = True
-        self._admin.shutdown(wait=False)
+        if not self._is_closed:
+            self._is_closed = True
+            self._watching.cancel()
+            self._transport.write(m.frame(m.Close()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._disconnected.wait()
+        self._transport.abort()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
 
-    async def _run_admin(self, call: Callable[[], T]) -> T:
-        if self._closed:
+    async def _call(self, command: m.Command) -> str | None:
+        """Run a command in the engine's process; cancelling the caller does not cancel the command."""
+        self._refuse_if_stopped()
+        number = next(self._numbers)
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._transport.write(m.frame(m.Call(number, command)))
+        return await answer
+
+    def _refuse_if_stopped(self) -> None:
+        if self._dead.done():
+            raise EngineStopped(self._dead.result())
+        if self._is_closed:
             raise EngineStopped(SHUTTING_DOWN)
-        return await asyncio.get_running_loop().run_in_executor(self._admin, call)
+
+    # The event loop calls these
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, content: bytes) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        for message in self._frames.feed(content):
+            self._handle(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._disconnected.set()
+        if self._is_closed:
+            self._end_all(EngineStopped(SHUTTING_DOWN))
+
+    def _handle(self, message: m.FromEngine) -> None:
+        match message:
+            case m.Finished(number, result):
+                self._generations.pop(number).end(result)
+            case m.Tokens(number, chunk):
+                self._generations[number].add(chunk)
+            case m.State(state):
+                self._state = state
+                if state.failure is not None:
+                    self._die(state.failure)
+            case m.Failed(number, error):
+                self._generations.pop(number).end(m.unpack_error(error))
+            case m.Answer(number, value, error):
+                answer = self._calls.pop(number)
+                if answer.done():
+                    return  # its caller was cancelled
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(m.unpack_error(error))
+            case m.Starting(activity):
+                self._on_progress(activity)
+            case m.Ready():
+                self._ready.set_result(message)
+            case m.CannotStart(error):
+                self._ready.set_exception(m.unpack_error(error))
+
+    async def _watch(self) -> None:
+        """Wait for the end of the engine's process, or until it is silent for too long."""
+        loop = asyncio.get_running_loop()
+        while not self._disconnected.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SILENCE_POLL_S):
+                    await self._disconnected.wait()
+            if self._ready.done() and loop.time() - self._heard_at > SILENCE_TIMEOUT_S:
+                self._die(f"the engine's process has not responded for {SILENCE_TIMEOUT_S:g} s")
+                return
+        status = 0 if self._process is None else await self._process.wait()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        self._die(f"the engine's process {how}")
+
+    def _die(self, reason: str) -> None:
+        if not self._dead.done():
+            self._dead.set_result(reason)
+        if not self._ready.done():
+            self._ready.set_exception(EngineStopped(reason))
+        self._end_all(EngineStopped(reason))
+
+    def _end_all(self, error: EngineStopped) -> None:
+        for generation in self._generations.values():
+            generation.end(error)
+        self._generations.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._calls.clear()
 
 
 class EmbeddedGeneration:
-    """A request of the embedded engine, seen from the event loop."""
+    """A request of the embedded engine."""
 
-    def __init__(self, request: Request, thread: EngineThread, loop_calls: LoopCalls) -> None:
-        self._request = request
-        self._thread = thread
-        self._ended = loop_calls.create_future()
+    def __init__(self, number: int, transport: asyncio.WriteTransport) -> None:
+        self._number, self._transport = number, transport
+        self._ended: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
         self._has_news = asyncio.Event()
-        self._loop_calls = loop_calls
-        request.future.add_done_callback(lambda _: loop_calls.call(self._end))
+        self._unread: list[TokenChunk] = []
+        self._received = 0
+        """Tokens in all chunks so far."""
 
     async def result(self) -> GenerationResult:
         return await asyncio.shield(self._ended)  # a request is cancelled by `cancel` only
 
     async def chunks(self) -> AsyncIterator[TokenChunk]:
-        self._request.on_tokens = lambda: self._loop_calls.call(self._has_news.set)
-        sent = 0
-        while True:
-            self._has_news.clear()
-            ended = self._ended.done()
-            if ended:
-                self._ended.result()  # raises its error
-            chunk = self._request.sampled_since(sent)
-            if chunk.token_ids:
-                sent += len(chunk.token_ids)
-                yield chunk
-            elif ended:
-                return
-            else:
+        if not self._ended.done():
+            self._transport.write(m.frame(m.Follow(self._number)))
+        while not self._ended.done() or self._unread:
+            while self._unread:
+                yield self._unread.pop(0)
+            if not self._ended.done():
+                self._has_news.clear()
                 await self._has_news.wait()
+        rest = self._ended.result()  # raises its error
+        if self._received < len(rest.token_ids):
+            start = self._received
+            self._received = len(rest.token_ids)
+            yield TokenChunk(
+                rest.token_ids[start:],
+                rest.logprobs[start:],
+                None if rest.top_logprobs is None else rest.top_logprobs[start:],
+            )
 
     def cancel(self) -> None:
-        if not self._request.future.done():
-            self._thread.cancel(self._request)
+        if not self._ended.done():
+            self._transport.write(m.frame(m.Cancel(self._number)))
 
-    def _end(self) -> None:
-        error = self._request.future.exception()
-        if error is None:
-            self._ended.set_result(self._request.future.result())
-        else:
-            self._ended.set_exception(error)
-            self._ended.exception()  # marks it as retrieved: the caller may be gone
+    def add(self, chunk: TokenChunk) -> None:
+        """Take tokens that were sampled."""
+        self._received += len(chunk.token_ids)
+        self._unread.append(chunk)
         self._has_news.set()
 
-
-class LoopCalls:
-    """Calls from the engine's thread to an event loop; all calls of one step share one wake-up."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._calls: deque[Callable[[], None]] = deque()
-        self._woken = False
-
-    def create_future(self) -> asyncio.Future[GenerationResult]:
-        return self._loop.create_future()
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Run a function in the loop, from any thread; without effect once the loop is closed."""
-        self._calls.append(function)
-        if not self._woken and not self._loop.is_closed():
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._woken = False  # first: later calls must wake the loop again
-        while self._calls:
-            self._calls.popleft()()
+    def end(self, outcome: GenerationResult | Exception) -> None:
+        """End the request with its result or its error."""
+        if isinstance(outcome, Exception):
+            self._ended.set_exception(outcome)
+            self._ended.exception()  # marks it as retrieved: the caller may be gone
+        else:
+            self._ended.set_result(outcome)
+        self._has_news.set()

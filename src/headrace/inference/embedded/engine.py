@@ -27,7 +27,6 @@ import torch
 
 from headrace.inference.backend import (
     EngineError,
-    EngineOverloaded,
     EngineState,
     InvalidRequest,
     RequestCancelled,
@@ -63,7 +62,6 @@ class Engine:
         *,
         max_model_len: int,
         max_running: int = 128,
-        max_waiting: int | None = None,
         max_step_tokens: int | None = None,
         kv_blocks: int | None = None,
         prefix_cache: bool = True,
@@ -90,7 +88,6 @@ class Engine:
         self.link = WeightsReceiver(self.device)
         self.max_model_len = max_model_len
         self.max_running = max_running
-        self.max_waiting = max_waiting
         self.kv_on_update = kv_on_update
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -152,9 +149,6 @@ class Engine:
         check_request(token_ids, params, self.vocab_size, self.max_model_len)
         if params.stop and self._stop_strings is None:
             raise InvalidRequest("this engine has no tokenizer to find strings with; use stop_token_ids", key="stop")
-        admissible = 0 if self.paused else max(0, self.max_running - len(self.scheduler.running))
-        if self.max_waiting is not None and self.scheduler.num_waiting >= self.max_waiting + admissible:
-            raise EngineOverloaded(f"the queue is full: {self.scheduler.num_waiting} requests wait. Retry later.")
         max_new_tokens = self.max_model_len - len(token_ids)
         request = Request(
             token_ids,
@@ -191,7 +185,6 @@ class Engine:
             preemptions=scheduler.preemptions,
             finished=dict(self.finished),
             adapters=self.adapters.names,
-            max_requests=None if self.max_waiting is None else self.max_running + self.max_waiting,
         )
 
     # From the engine's own thread

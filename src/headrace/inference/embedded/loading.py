@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, resolve_max_model_len
 from headrace.inference.colocation import ColocatedTrainer
@@ -26,6 +27,7 @@ from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
 from headrace.inference.schema import SamplingParams
 from headrace.machine import free_memory
+from headrace.text.tokenizer import Tokenizer
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
@@ -137,6 +139,34 @@ def kv_blocks(model: Any, longest: int, max_running: int, memory: int) -> int:
     shapes = key_shapes(model.config.get_text_config())
     token_bytes = int(2 * sum(heads * dim for heads, dim in shapes) * model.dtype.itemsize)
     return blocks_within(memory, token_bytes, longest, max_running)
+
+
+def load_engine(
+    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: ColocatedTrainer | None = None
+) -> Engine:
+    """Load a model into an engine, and check that against the plain model."""
+    model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+    longest = max_model_len(model, config.max_model_len)
+    refuse_unsupported(model, longest)
+    running = config.running_at_once(on_gpu=model.device.type == "cuda")
+    memory = cache_memory(model, config.kv_cache_gb, shared)
+    engine = Engine(
+        model,
+        max_model_len=longest,
+        kv_blocks=kv_blocks(model, longest, running, memory),
+        max_running=running,
+        max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache,
+        kv_on_update=config.kv_on_update,
+        eos_token_ids=eos_token_ids(model, tokenizer.eos_token_id),
+        seed=config.seed,
+        base=directory,
+        decode=tokenizer.decode,
+        special_tokens=tokenizer.control_tokens,
+        compile=config.compile,
+    )
+    check_engine(engine)
+    return engine
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.inference.backend import EngineError, EngineState, EngineStopped
+from headrace.inference.backend import SHUTTING_DOWN, EngineError, EngineState, EngineStopped
 from headrace.inference.embedded.device_lock import EngineDeviceLock
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
@@ -26,8 +26,6 @@ from headrace.transport.lock import POLL_S, DeviceLock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-SHUTTING_DOWN = "the engine is shutting down"
 
 
 class _PartialInstall(EngineError):
@@ -42,6 +40,8 @@ class EngineThread:
 
     def __init__(self, engine: Engine, lock: DeviceLock | None = None) -> None:
         self.engine = engine
+        self.after_step: Callable[[bool], None] = lambda idle: None
+        """Called on the thread after each step, with whether the engine has nothing more to do."""
         self._device_lock = None if lock is None else EngineDeviceLock(engine, lock)
         self.failure: Future[str] = Future()
         """The error that ended the engine, once it has failed."""
@@ -167,6 +167,7 @@ class EngineThread:
                     self.engine.step()
                 else:
                     self.engine.drop_cancelled()
+                self.after_step(not self._has_something_to_do())
                 with self._wake:
                     self._wake.wait_for(self._has_something_to_do, None if self._device_lock is None else POLL_S)
         except Exception as error:  # every caller would wait forever if the thread ended here
@@ -182,6 +183,7 @@ class EngineThread:
         while self._calls:
             self._calls.popleft()()
         self.engine.fail_all(EngineStopped(failure or SHUTTING_DOWN))
+        self.after_step(True)
 
     def _has_something_to_do(self) -> bool:
         may_compute = self._device_lock is None or self._device_lock.may_compute

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -22,11 +22,12 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN, Failure
 from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.colocation import ColocatedTrainer
+from headrace.inference.embedded.backend import start_embedded
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.machine import frozen_gc, frozen_imports
+from headrace.machine import frozen_gc
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
@@ -36,9 +37,6 @@ from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpo
 from headrace.transport.lock import POLL_S, DeviceLock
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked
-
-if TYPE_CHECKING:
-    from headrace.inference.embedded.engine import Engine
 
 T = TypeVar("T")
 
@@ -73,23 +71,13 @@ def serve(
         raise ConfigError(
             "required, but not set", key="inference.model.name", fix="Set a directory or a name on the hub."
         )
-    lock = None
-    if shared is not None and shared.lock_directory is not None:
-        # Held while the model is loaded, so that free memory is measured while the trainer does not compute.
-        lock = DeviceLock(shared.lock_directory, trainer=False)
-        if not lock.try_acquire() and status is not None:
-            status.set("waiting for the trainer's step to end")
-        while not lock.try_acquire():
-            time.sleep(POLL_S)
-    if status is not None:
-        status.set("loading model")
     endpoint = None if run is None or status is None else run.endpoints / f"{status.current.process}.json"
     if endpoint is not None:
         endpoint.unlink(missing_ok=True)  # left behind by a server that was killed
     keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
         server = _EngineServer(config, listener, keys, status, endpoint, announce)
-        if asyncio.run(server.serve(config.model.name, run, shared, lock)) is not None:
+        if asyncio.run(server.serve(config.model.name, run, shared)) is not None:
             raise SystemExit(AGAIN)
 
 
@@ -100,60 +88,24 @@ def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
 
 
 async def start_engine(
-    config: InferenceConfig,
-    directory: Path,
-    tokenizer: Tokenizer,
-    shared: ColocatedTrainer | None,
-    lock: DeviceLock | None,
+    config: InferenceConfig, directory: Path, shared: ColocatedTrainer | None, on_progress: Callable[[str], None]
 ) -> Backend:
-    """Start the configured engine. Only the embedded one needs torch in this process.
+    """Start the configured engine in a process of its own; `on_progress` gets what it does until then."""
+    if config.engine == "embedded":
+        return await start_embedded(config, directory, shared, on_progress)
+    from headrace.inference.vllm.start import start_vllm
 
-    `lock` is held: the server's side of the device lock, if it alternates with the trainer.
-    """
-    if config.engine == "vllm":
-        from headrace.inference.vllm.start import start_vllm
-
-        return await start_vllm(
-            config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, lock=lock
-        )
-    with frozen_imports():
-        from headrace.inference.embedded.backend import EmbeddedBackend
-        from headrace.inference.embedded.thread import EngineThread
-
-    engine = await asyncio.to_thread(load_embedded, config, directory, tokenizer, shared)
-    return EmbeddedBackend(EngineThread(engine, lock))
-
-
-def load_embedded(
-    config: InferenceConfig, directory: Path, tokenizer: Tokenizer, shared: ColocatedTrainer | None = None
-) -> Engine:
-    """Load the embedded engine with its model, and check it against the plain model."""
-    from headrace.inference.embedded import loading
-    from headrace.inference.embedded.engine import Engine
-
-    model = loading.load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-    longest = loading.max_model_len(model, config.max_model_len)
-    loading.refuse_unsupported(model, longest)
-    running = config.running_at_once(on_gpu=model.device.type == "cuda")
-    memory = loading.cache_memory(model, config.kv_cache_gb, shared)
-    engine = Engine(
-        model,
-        max_model_len=longest,
-        kv_blocks=loading.kv_blocks(model, longest, running, memory),
-        max_running=running,
-        max_waiting=config.max_waiting,
-        max_step_tokens=config.max_step_tokens,
-        prefix_cache=config.prefix_cache,
-        kv_on_update=config.kv_on_update,
-        eos_token_ids=loading.eos_token_ids(model, tokenizer.eos_token_id),
-        seed=config.seed,
-        base=directory,
-        decode=tokenizer.decode,
-        special_tokens=tokenizer.control_tokens,
-        compile=config.compile,
-    )
-    loading.check_engine(engine)
-    return engine
+    lock = None
+    if shared is not None and shared.lock_directory is not None:
+        # Held while the model is loaded, so that free memory is measured while the trainer does not compute.
+        lock = DeviceLock(shared.lock_directory, trainer=False)
+        if not lock.try_acquire():
+            on_progress("waiting for the trainer's step to end")
+        while not lock.try_acquire():
+            await asyncio.sleep(POLL_S)
+    on_progress("loading model")
+    tokenizer = Tokenizer(directory)
+    return await start_vllm(config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, lock=lock)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -189,26 +141,27 @@ class _EngineServer:
     endpoint: Path | None
     announce: Callable[[str], None] | None
 
-    async def serve(
-        self, name: str, run: RunDir | None, shared: ColocatedTrainer | None, lock: DeviceLock | None
-    ) -> str | None:
+    async def serve(self, name: str, run: RunDir | None, shared: ColocatedTrainer | None) -> str | None:
         """Start the engine with the model `name` and serve it; return the reason if it died."""
         directory = model_directory(name)
-        chat = make_chat(self.config, name, directory)
         stop = asyncio.Event()
-        if self.config.engine == "vllm":  # a child process, which must be ended with ours even while it starts
-            _stop_on_signals(stop)
-        backend = await _unless(stop, start_engine(self.config, directory, chat.tokenizer, shared, lock))
-        if backend is None:
-            return None
-        _stop_on_signals(stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+        backend: Backend | None = None
         try:
+            started = await _unless(stop, self._start(name, directory, shared))
+            if started is None:
+                return None
+            backend, chat = started
             if run is not None:
                 await _unless(stop, _catch_up(backend, run))
             app = App(backend, chat, self.keys, max_body=round(self.config.max_body_mb * 2**20))
         except BaseException as error:
-            failure = backend.state().failure or (str(error) if isinstance(error, EngineStopped) else None)
-            await backend.close()
+            failure = str(error) if isinstance(error, EngineStopped) else None
+            if backend is not None:
+                failure = backend.state().failure or failure
+                await backend.close()
             if failure is None or not isinstance(error, EngineError):
                 raise
             log.error("the engine died: %s", failure)
@@ -218,6 +171,24 @@ class _EngineServer:
             return None
         with frozen_gc():
             return await self._listen(app, stop)
+
+    async def _start(self, name: str, directory: Path, shared: ColocatedTrainer | None) -> tuple[Backend, Chat]:
+        """Start the engine, and load the tokenizer meanwhile."""
+
+        def show(activity: str) -> None:
+            if self.status is not None:
+                self.status.set(activity)
+
+        starting = asyncio.create_task(start_engine(self.config, directory, shared, show))
+        try:
+            chat = await asyncio.to_thread(make_chat, self.config, name, directory)
+            return await starting, chat
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait({starting})
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().close()
+            raise
 
     async def _listen(self, app: App, stop: asyncio.Event) -> str | None:
         """Serve until `stop`, or until the engine dies: then return the reason. Closes the engine."""
@@ -250,11 +221,6 @@ class _EngineServer:
             await app.backend.close()  # ends requests in flight before connections close
             server.should_exit = True
             await serving
-
-
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 async def _catch_up(backend: Backend, run: RunDir) -> None:

@@ -1,0 +1,203 @@
+"""Messages between the HTTP server and the process of the embedded engine, over a socket.
+
+A frame is a length of four bytes and a list of messages in MessagePack. Errors are pickled, since both ends are ours.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.inference.backend import EngineError, EngineState, GenerationResult, TokenChunk
+from headrace.inference.colocation import ColocatedTrainer
+from headrace.inference.schema import SamplingParams
+from headrace.rollout.version import Version
+
+T = TypeVar("T")
+_HEAD = struct.Struct("!I")
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """Load the engine: the first message."""
+
+    config: bytes
+    """The `InferenceConfig`, as JSON."""
+    directory: Path
+    """The model's directory."""
+    shared: ColocatedTrainer | None
+    """The trainer on the engine's device, if there is one."""
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """Add a request to the queue."""
+
+    number: int
+    token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None
+    urgent: bool
+    adapter: str | None
+
+
+class Follow(msgspec.Struct, tag=True, array_like=True):
+    """Send a request's tokens as they are sampled."""
+
+    number: int
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    """Cancel a request."""
+
+    number: int
+
+
+class Pause(msgspec.Struct, tag=True, array_like=True): ...
+
+
+class Resume(msgspec.Struct, tag=True, array_like=True): ...
+
+
+class UpdateWeights(msgspec.Struct, tag=True, array_like=True):
+    directory: Path
+    version: Version
+
+
+class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
+    name: str
+    directory: Path
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
+    name: str
+
+
+Command = Pause | Resume | UpdateWeights | LoadAdapter | UnloadAdapter
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """Run a command; the engine sends an `Answer` with the same number."""
+
+    number: int
+    command: Command
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """End all requests and the process."""
+
+
+class Starting(msgspec.Struct, tag=True, array_like=True):
+    """What the process does before it is ready."""
+
+    activity: str
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The engine is loaded and accepts requests."""
+
+    max_model_len: int
+    vocab_size: int
+    state: EngineState
+
+
+class CannotStart(msgspec.Struct, tag=True, array_like=True):
+    """Loading failed."""
+
+    error: bytes
+
+
+class Tokens(msgspec.Struct, tag=True, array_like=True):
+    """Tokens of a request that is followed, since the last ones."""
+
+    number: int
+    chunk: TokenChunk
+
+
+class Finished(msgspec.Struct, tag=True, array_like=True):
+    """A request has its result."""
+
+    number: int
+    result: GenerationResult
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """A request ended with an error."""
+
+    number: int
+    error: bytes
+
+
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """The result or the error of a call."""
+
+    number: int
+    value: str | None = None
+    error: bytes | None = None
+
+
+class State(msgspec.Struct, tag=True, array_like=True):
+    """A new snapshot of the engine."""
+
+    state: EngineState
+
+
+ToEngine = Start | Submit | Follow | Cancel | Call | Close
+FromEngine = Starting | Ready | CannotStart | Tokens | Finished | Failed | Answer | State
+
+
+def _enc_hook(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"cannot send a {type(value).__name__}")
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    return kind(value)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+TO_ENGINE = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_dec_hook)
+FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine])
+
+
+def frame(*messages: ToEngine | FromEngine) -> bytes:
+    """Return messages as the bytes of one frame."""
+    content = _ENCODER.encode(messages)
+    return _HEAD.pack(len(content)) + content
+
+
+class Frames:
+    """The frames of a stream of bytes."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[list[T]]) -> None:
+        self._decoder = decoder
+        self._rest = bytearray()
+
+    def feed(self, content: bytes) -> Iterator[Any]:
+        """Yield the messages of all frames that are complete with this content."""
+        self._rest += content
+        while len(self._rest) >= _HEAD.size:
+            end = _HEAD.size + _HEAD.unpack_from(self._rest)[0]
+            if len(self._rest) < end:
+                return
+            with memoryview(self._rest) as view:
+                messages = self._decoder.decode(view[_HEAD.size : end])
+            del self._rest[:end]
+            yield from messages
+
+
+def pack_error(error: BaseException) -> bytes:
+    """Return an error as bytes; one that is not Headrace's becomes an `EngineError`, so that no library is imported."""
+    if not type(error).__module__.startswith("headrace."):
+        error = EngineError(f"{type(error).__name__}: {error}")
+    return pickle.dumps(error)
+
+
+def unpack_error(content: bytes) -> Exception:
+    error = pickle.loads(content)
+    assert isinstance(error, Exception)
+    return error
