@@ -178,9 +178,9 @@ class EmbeddedBackend(asyncio.Protocol):
         """Run a command in the engine's process; cancelling the caller does not cancel the command."""
         self._refuse_if_stopped()
         number = next(self._numbers)
+        self._transport.write(m.frame(m.Call(number, command)))
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._transport.write(m.frame(m.Call(number, command)))
         return await answer
 
     def _refuse_if_stopped(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.inference.backend import EngineError, EngineState, GenerationResult, TokenChunk
+from headrace.inference.backend import EngineError, EngineState, GenerationResult, InvalidRequest, TokenChunk
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
@@ -165,8 +165,11 @@ FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine])
 
 
 def frame(*messages: ToEngine | FromEngine) -> bytes:
-    """Return messages as the bytes of one frame."""
-    content = _ENCODER.encode(messages)
+    """Return messages as the bytes of one frame; raises `InvalidRequest` for a number of more than 64 bits."""
+    try:
+        content = _ENCODER.encode(messages)
+    except OverflowError as error:
+        raise InvalidRequest(str(error)) from error
     return _HEAD.pack(len(content)) + content
 
 
