@@ -10,7 +10,7 @@ whose prefixes grow. `vllm served` is vLLM behind the same server; `vllm alone` 
 process, without server and without new weights; both need $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
 
 `share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
-at once and have the mean lengths of the traffic. `host` is the time per step that Python works outside of waiting for
+at once and decode at the traffic's mean context. `host` is the time per step that Python works outside of waiting for
 the GPU; it costs only what exceeds the GPU's own time. `between tokens` is measured on a streamed request.
 """
 
@@ -255,9 +255,18 @@ async def measure_traffic(server: Server, setting: Setting, run: RunDir, trainer
 
 
 async def measure_decoding(server: Server, setting: Setting, running: int) -> float:
-    """Return tokens/s of `running` requests of the traffic's mean lengths, from when all run until the first ends."""
-    sample = list(itertools.islice(setting.traffic.conversations(setting.vocab, 1), 512))
-    before = round(mean(sum(len(turn.tokens) + turn.completion for turn in turns) / 2 for turns in sample))
+    """Return tokens/s of `running` requests at the traffic's mean context, from when all run until the first ends.
+
+    The mean is over sampled tokens: it is what the traffic's attention reads, too.
+    """
+    sampled = read = 0.0
+    for turns in itertools.islice(setting.traffic.conversations(setting.vocab, 1), 512):
+        context = 0
+        for turn in turns:
+            context += len(turn.tokens) + turn.completion
+            sampled += turn.completion
+            read += turn.completion * (context - turn.completion / 2)
+    before = round(read / sampled)
     count = min(500, 2 * before - 2, setting.max_model_len - before)
     rng = random.Random(2)
     params = SamplingParams(max_tokens=count, ignore_eos=True)

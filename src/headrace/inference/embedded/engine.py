@@ -144,9 +144,14 @@ class Engine:
         *,
         urgent: bool = False,
         adapter: str | None = None,
+        is_checked: bool = False,
     ) -> Request:
-        """Append a request to the waiting queue, an urgent one before the others; its `future` gets the result."""
-        check_request(token_ids, params, self.vocab_size, self.max_model_len)
+        """Append a request to the waiting queue, an urgent one before the others; its `future` gets the result.
+
+        Raises `InvalidRequest`, unless the caller has called `check_request` itself.
+        """
+        if not is_checked:
+            check_request(token_ids, params, self.vocab_size, self.max_model_len)
         if params.stop and self._stop_strings is None:
             raise InvalidRequest("this engine has no tokenizer to find strings with; use stop_token_ids", key="stop")
         max_new_tokens = self.max_model_len - len(token_ids)

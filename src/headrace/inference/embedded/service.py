@@ -81,7 +81,12 @@ class EngineService:
     def _submit(self, message: m.Submit) -> None:
         try:
             request = self._thread.submit(
-                message.token_ids, message.params, message.cache_salt, urgent=message.urgent, adapter=message.adapter
+                message.token_ids,
+                message.params,
+                message.cache_salt,
+                urgent=message.urgent,
+                adapter=message.adapter,
+                is_checked=True,  # by the server
             )
         except Exception as error:  # the server refuses most, but the engine may have changed since
             self._send(m.Failed(message.number, m.pack_error(error)))

@@ -62,11 +62,14 @@ class EngineThread:
         *,
         urgent: bool = False,
         adapter: str | None = None,
+        is_checked: bool = False,
     ) -> Request:
         """Append a request to the waiting queue; raises `InvalidRequest` for one that can never be served."""
         with self._wake:
             self._refuse_if_stopping()
-            request = self.engine.submit(token_ids, params, cache_salt, urgent=urgent, adapter=adapter)
+            request = self.engine.submit(
+                token_ids, params, cache_salt, urgent=urgent, adapter=adapter, is_checked=is_checked
+            )
             self._wake.notify()
         return request
 
