@@ -1,13 +1,14 @@
 """Steady traffic through the real server with the orchestrator's client: what an engine does in a run.
 
-    python -m benchmarks.inference.traffic [--models 0.5b 0.6b 4b] [--traffic gsm8k reasoning tools] [--seeded]
+    python -m benchmarks.inference.traffic [--models 0.5b 0.6b 4b] [--traffic gsm8k "gsm8k, seeded" tools ...]
                                            [--engines embedded "vllm served" "vllm alone"] [--kv keep recompute]
 
 A closed loop with a constant number of requests in flight, groups of eight on one prompt, completion lengths that are
 forced, and new weights after every 256 completions (or conversations). Random weights in the shapes of Qwen2.5-0.5B,
 Qwen3-0.6B and Qwen3-4B; without a GPU, the tiny model with lengths of a tenth. `tools` are conversations of short turns
-whose prefixes grow. `vllm served` is vLLM behind the same server; `vllm alone` is vLLM's asynchronous engine in one
-process, without server and without new weights; both need $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
+whose prefixes grow. Rows of one model and engine share a server. `vllm served` is vLLM behind the same server; `vllm
+alone` is vLLM's asynchronous engine in one process, without server and without new weights; both need
+$HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
 
 `share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
 at once and decode at the traffic's mean context. `host` is the time per step that Python works outside of waiting for
@@ -55,6 +56,7 @@ VLLM_ARGUMENTS = ["--attention-config", json.dumps({"backend": "FLASH_ATTN", "fl
 ENGINES = ("embedded", "vllm served", "vllm alone")
 UPDATE_EVERY = 256
 """Completions, or whole conversations, between two versions of the weights."""
+MAX_MODEL_LEN = {"gsm8k": 1024, "reasoning": 5120, "tools": 4096}
 POLL_S = 0.25
 PROBES = 1
 """Streamed requests on which the time between tokens is measured; each costs the server an event per token."""
@@ -75,9 +77,9 @@ class Setting(NamedTuple):
     """What is measured, and for how long."""
 
     model: str
+    name: str
     traffic: Traffic
     kv: str
-    seeded: bool
     in_flight: int
     max_running: int
     vocab: int
@@ -100,6 +102,9 @@ class Row(NamedTuple):
     """Median and 99th percentile of the time between two tokens."""
     updates: int = 0
     update_ms: float = 0.0
+    """Mean time from the call to the answer."""
+    update_gap_ms: float = 0.0
+    """Mean over updates of the longest time between two tokens meanwhile."""
 
 
 class Counters(NamedTuple):
@@ -184,7 +189,7 @@ class Loop:
             params = SamplingParams(
                 max_tokens=max(1, int(share * turn.completion)),
                 ignore_eos=True,
-                seed=next(self._seeds) if self._setting.seeded else None,
+                seed=next(self._seeds) if self._setting.traffic.seeded else None,
             )
             completion = await self._server.client.generate(tokens, params)
             tokens = tokens + completion.token_ids
@@ -200,15 +205,23 @@ class Loop:
             await self._server.stream(prompt, count, times[-1])
 
 
-async def keep_updating(loop: Loop, server: Server, run: RunDir, trainer: TrainerProcess, taken: list[float]) -> None:
-    for step in itertools.count(1):
-        await loop.has_enough.wait()
-        loop.has_enough.clear()
-        version = Version(0, step)
-        await asyncio.to_thread(trainer.publish, "ipc" if ON_GPU else "stream", version)
-        begun = time.perf_counter()
-        await server.client.update_weights(run.weights.path(version), version)
-        taken.append(1e3 * (time.perf_counter() - begun))
+class Updates:
+    """New weights whenever the loop has enough rollouts, and when each began and ended."""
+
+    def __init__(self, run: RunDir, trainer: TrainerProcess) -> None:
+        self._run, self._trainer = run, trainer
+        self._steps = itertools.count(1)
+        self.times: list[tuple[float, float]] = []
+
+    async def keep_updating(self, loop: Loop, server: Server) -> None:
+        while True:
+            await loop.has_enough.wait()
+            loop.has_enough.clear()
+            version = Version(0, next(self._steps))
+            await asyncio.to_thread(self._trainer.publish, "ipc" if ON_GPU else "stream", version)
+            begun = time.perf_counter()
+            await server.client.update_weights(self._run.weights.path(version), version)
+            self.times.append((begun, time.perf_counter()))
 
 
 @asynccontextmanager
@@ -225,23 +238,25 @@ async def background(*coroutines: Any) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def measure_traffic(server: Server, setting: Setting, run: RunDir, trainer: TrainerProcess) -> dict[str, Any]:
+async def measure_traffic(server: Server, setting: Setting, updates: Updates) -> dict[str, Any]:
     loop = Loop(server, setting)
-    taken: list[float] = []
     probes: list[list[float]] = []
-    asking = [loop.keep_asking() for _ in range(setting.in_flight - PROBES)]
-    probing = [loop.keep_probing(probes) for _ in range(PROBES)]
-    async with background(*asking, *probing, keep_updating(loop, server, run, trainer, taken)):
+    tasks = [loop.keep_asking() for _ in range(setting.in_flight - PROBES)]
+    tasks += [loop.keep_probing(probes) for _ in range(PROBES)]
+    if setting.traffic.updates:
+        tasks.append(updates.keep_updating(loop, server))
+    async with background(*tasks):
         await asyncio.sleep(setting.warm_up_s)
         counters = [await server.counters()]
-        updates_before = len(taken)
         while counters[-1].at - counters[0].at < setting.seconds:
             await asyncio.sleep(POLL_S)
             counters.append(await server.counters())
     first, last = counters[0], counters[-1]
     seconds, steps = last.at - first.at, max(1.0, last.steps - first.steps)
-    gaps = [1e3 * (b - a) for times in probes for a, b in pairwise(times) if a > first.at] or [0.0, 0.0]
-    cuts = quantiles(gaps, n=100)
+    gaps = [(a, b) for times in probes for a, b in pairwise(times) if a > first.at]
+    cuts = quantiles([1e3 * (b - a) for a, b in gaps] or [0.0, 0.0], n=100)
+    updated = [(begun, ended) for begun, ended in updates.times if begun > first.at]
+    longest = [max((b - a for a, b in gaps if a < ended and b > begun), default=0.0) for begun, ended in updated]
     return {
         "rate": (last.tokens - first.tokens) / seconds,
         "running": mean(each.running for each in counters),
@@ -249,8 +264,9 @@ async def measure_traffic(server: Server, setting: Setting, run: RunDir, trainer
         "host_ms": 1e3 * (seconds - (last.wait_s - first.wait_s)) / steps,
         "prefill_share": (last.prefill_steps - first.prefill_steps) / steps,
         "gaps_ms": (cuts[49], cuts[98]),
-        "updates": len(taken) - updates_before,
-        "update_ms": mean(taken[updates_before:] or [0.0]),
+        "updates": len(updated),
+        "update_ms": 1e3 * mean([ended - begun for begun, ended in updated] or [0.0]),
+        "update_gap_ms": 1e3 * mean(longest or [0.0]),
     }
 
 
@@ -284,40 +300,53 @@ async def measure_decoding(server: Server, setting: Setting, running: int) -> fl
     return (last.tokens - first.tokens) / max(1e-9, last.at - first.at)
 
 
-async def measure_served(server: Server, setting: Setting, run: RunDir, model: Path, engine: str) -> Row:
+async def measure_served(
+    server: Server, settings: list[Setting], run: RunDir, model: Path, engine: str
+) -> AsyncIterator[Row]:
     trainer = TrainerProcess("benchmarks.weights.pause", str(run.weights.directory), str(model))
     try:
         trainer.wait_until_ready()
         await server.client.wait_ready(600)
-        found = await measure_traffic(server, setting, run, trainer)
-        own = await measure_decoding(server, setting, round(found["running"]))
-        return Row(setting, engine, share=found["rate"] / own if own else 0.0, **found)
+        updates = Updates(run, trainer)
+        own: dict[str, float] = {}
+        for setting in settings:
+            found = await measure_traffic(server, setting, updates)
+            lengths = setting.traffic.lengths
+            if lengths not in own:
+                own[lengths] = await measure_decoding(server, setting, round(found["running"]))
+            yield Row(setting, engine, share=found["rate"] / own[lengths] if own[lengths] else 0.0, **found)
     finally:
         trainer.kill()
         await server.close()
 
 
-def measure(engine: str, setting: Setting, model: Path, folder: Path) -> Row:
+async def measure(engine: str, settings: list[Setting], model: Path, folder: Path, rows: list[Row]) -> None:
+    """Add a row for each setting; they differ in the traffic only."""
     if engine == "vllm alone":
-        return measure_vllm_alone(setting, model)
+        for setting in settings:
+            rows.append(measure_vllm_alone(setting, model))
+            print(rows[-1], flush=True)
+        return
     run = RunDir(folder / "run")
     run.root.mkdir()
     config: dict[str, Any] = {
         "model": {"name": str(model)},
-        "max_running": setting.max_running,
-        "max_model_len": setting.max_model_len,
-        "kv_on_update": setting.kv,
+        "max_running": settings[0].max_running,
+        "max_model_len": settings[0].max_model_len,
+        "kv_on_update": settings[0].kv,
     }
     if engine == "vllm served":
         config |= {"engine": "vllm", "vllm": {"python": os.environ[VLLM_PYTHON], "args": VLLM_ARGUMENTS}}
     with served(config, run):
-        return asyncio.run(measure_served(Server(run.endpoints), setting, run, model, engine))
+        async for row in measure_served(Server(run.endpoints), settings, run, model, engine):
+            rows.append(row)
+            print(row, flush=True)
 
 
 def measure_vllm_alone(setting: Setting, model: Path) -> Row:
-    names = ("seeded", "in_flight", "max_running", "max_model_len", "warm_up_s", "seconds")
+    names = ("name", "in_flight", "max_running", "max_model_len", "warm_up_s", "seconds")
     options = {name: value for name, value in setting._asdict().items() if name in names}
-    options |= {"traffic": setting.traffic.name, "kv_bytes": 60 << 30}
+    options["kv_bytes"] = 60 << 30
     command = [os.environ[VLLM_PYTHON], "-m", "benchmarks.inference.traffic_vllm", str(model), json.dumps(options)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -333,10 +362,9 @@ def table_of(rows: list[Row]) -> Table:
     table.add_column("updates", justify="right")
     for row in rows:
         setting = row.setting
-        name = f"{setting.traffic.name}{', seeded' if setting.seeded else ''}"
         table.add_row(
             setting.model,
-            name,
+            setting.name,
             setting.kv,
             row.engine,
             f"{row.rate:,.0f}",
@@ -346,24 +374,25 @@ def table_of(rows: list[Row]) -> Table:
             f"{row.host_ms:.2f}",
             f"{row.prefill_share:.0%}",
             f"{row.gaps_ms[0]:.1f}, {row.gaps_ms[1]:.1f}",
-            f"{row.updates} of {row.update_ms:.0f} ms",
+            f"{row.updates} of {row.update_ms:.0f} ms, gap {row.update_gap_ms:.1f}",
         )
     return table
 
 
 def make_setting(model: str, name: str, kv: str, arguments: argparse.Namespace) -> Setting:
     traffic = TRAFFIC[name]
+    longest = max(MAX_MODEL_LEN[TRAFFIC[each].lengths] for each in arguments.traffic)
     if not ON_GPU:
         traffic = traffic._replace(scale=0.1, max_tokens=traffic.max_tokens // 10)
     return Setting(
         model,
+        name,
         traffic,
         kv,
-        arguments.seeded,
         arguments.in_flight or (384 if ON_GPU else 24),
         arguments.max_running or (256 if ON_GPU else 16),
         150_000 if ON_GPU else 256,
-        max_model_len={"gsm8k": 1024, "reasoning": 5120, "tools": 4096}[name] if ON_GPU else 512,
+        max_model_len=longest if ON_GPU else longest // 8,
         warm_up_s=arguments.warm_up,
         seconds=arguments.seconds,
     )
@@ -375,7 +404,6 @@ def main() -> None:
     parser.add_argument("--traffic", nargs="+", default=["gsm8k"], choices=list(TRAFFIC))
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--kv", nargs="+", default=["keep"], choices=["keep", "recompute"])
-    parser.add_argument("--seeded", action="store_true", help="every request has a seed")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--max-running", type=int)
     parser.add_argument("--warm-up", type=float, default=8.0, metavar="SECONDS")
@@ -387,15 +415,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder) / "model"
             write_tiny_model(directory) if model == "tiny" else write_qwen3(directory, model)
-            for name, kv, engine in itertools.product(arguments.traffic, arguments.kv, engines):
-                setting = make_setting(model, name, kv, arguments)
+            for kv, engine in itertools.product(arguments.kv, engines):
+                settings = [make_setting(model, name, kv, arguments) for name in arguments.traffic]
                 with tempfile.TemporaryDirectory() as run:
                     try:
-                        rows.append(measure(engine, setting, directory, Path(run)))
+                        asyncio.run(measure(engine, settings, directory, Path(run), rows))
                     except Exception as error:  # the other rows are still worth having
-                        print(f"{model}, {name}, {engine}: {type(error).__name__}: {error}", flush=True)
-                        continue
-                print(f"{model}, {name}, {kv}, {engine}: {rows[-1]}", flush=True)
+                        print(f"{model}, {kv}, {engine}: {type(error).__name__}: {error}", flush=True)
     Console(width=160).print(table_of(rows))
 
 

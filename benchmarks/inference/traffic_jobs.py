@@ -33,8 +33,12 @@ Conversation = list[Turn]
 class Traffic(NamedTuple):
     """A kind of traffic, scaled by `scale` for small models and CPUs."""
 
-    name: str
+    lengths: str
     max_tokens: int
+    seeded: bool = False
+    """Whether every request has a seed."""
+    updates: bool = True
+    """Whether weights are updated meanwhile."""
     scale: float = 1.0
 
     def conversations(self, vocab: int, seed: int = 0) -> Iterator[Conversation]:
@@ -47,7 +51,7 @@ class Traffic(NamedTuple):
         def completion(count: int) -> int:
             return max(1, int(self.scale * count))
 
-        if self.name == "tools":
+        if self.lengths == "tools":
             while True:
                 prompt = tokens(rng.randint(*TURN_PROMPT))
                 for _ in range(GROUP):
@@ -56,7 +60,7 @@ class Traffic(NamedTuple):
                         result = tokens(rng.randint(*TURN_RESULT))
                         turns.append(Turn(result, completion(rng.randint(*TURN_COMPLETION))))
                     yield turns
-        lengths = json.loads(LENGTHS.read_text())[self.name]
+        lengths = json.loads(LENGTHS.read_text())[self.lengths]
         while True:
             prompt = tokens(rng.choice(lengths["prompt_tokens"]))
             for _ in range(GROUP):
@@ -65,6 +69,8 @@ class Traffic(NamedTuple):
 
 TRAFFIC = {
     "gsm8k": Traffic("gsm8k", max_tokens=512),
+    "gsm8k, no updates": Traffic("gsm8k", max_tokens=512, updates=False),
+    "gsm8k, seeded": Traffic("gsm8k", max_tokens=512, seeded=True),
     "reasoning": Traffic("reasoning", max_tokens=4096),
     "tools": Traffic("tools", max_tokens=512),
 }

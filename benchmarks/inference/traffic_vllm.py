@@ -25,7 +25,7 @@ VOCAB = 150_000
 
 
 async def measure(engine: AsyncLLM, options: dict[str, Any]) -> dict[str, float]:
-    traffic = TRAFFIC[options["traffic"]]
+    traffic = TRAFFIC[options["name"]]
     conversations = traffic.conversations(VOCAB)
     numbers = itertools.count()
     sampled = [0]
@@ -40,7 +40,7 @@ async def measure(engine: AsyncLLM, options: dict[str, Any]) -> dict[str, float]
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,  # its fastest: nothing is sent for each token
-                seed=next(numbers) if options["seeded"] else None,
+                seed=next(numbers) if traffic.seeded else None,
             )
             async for output in engine.generate({"prompt_token_ids": tokens}, params, str(next(numbers))):
                 new = output.outputs[0].token_ids
