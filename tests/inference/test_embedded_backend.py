@@ -9,11 +9,21 @@ import pytest
 import pytest_asyncio
 import torch
 
-from headrace.inference.backend import Backend, EngineStopped, InvalidRequest, ModelNotFound, RequestCancelled
+from headrace.errors import BadInput
+from headrace.inference.backend import (
+    Backend,
+    EngineError,
+    EngineStopped,
+    InvalidRequest,
+    ModelNotFound,
+    RequestCancelled,
+)
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.loading import UnsupportedModel
+from headrace.inference.embedded.messages import FROM_ENGINE, TO_ENGINE, Cancel, Error, Failed, Frames, frame
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 from tests.inference.serving import connect
 
@@ -154,3 +164,33 @@ async def test_closing_answers_what_is_in_flight(backend: EmbeddedBackend) -> No
     for generation in generations:
         with pytest.raises(EngineStopped, match="shutting down"):
             await asyncio.wait_for(generation.result(), WAIT)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UnsupportedModel("has no window", key="model", value="dir", fix="Take another."), BadInput),
+        (InvalidRequest("too long", key="token_ids", value=3), InvalidRequest),
+        (WeightsUnreachable("the trainer is gone"), WeightsUnreachable),
+        (EngineStopped("over"), EngineStopped),
+        (ModelNotFound("adapter"), ModelNotFound),
+        (KeyError("of a library"), EngineError),
+    ],
+)
+def test_an_error_arrives_as_what_the_server_tells_apart(error: Exception, kind: type[Exception]) -> None:
+    [message] = Frames(FROM_ENGINE).feed(frame(Failed(1, Error.of(error))))
+    arrived = message.error.exception()
+    assert type(arrived) is kind
+    if isinstance(error, BadInput):
+        assert str(arrived) == str(error)
+    else:
+        assert str(error) in str(arrived)
+
+
+def test_frames_may_arrive_in_any_pieces() -> None:
+    sent = [Cancel(number) for number in range(40)]
+    content = frame(*sent[:1]) + frame(*sent[1:30]) + frame(*sent[30:])
+    for size in (1, 3, 64, len(content)):
+        frames = Frames(TO_ENGINE)
+        pieces = [content[start : start + size] for start in range(0, len(content), size)]
+        assert [message for piece in pieces for message in frames.feed(piece)] == sent

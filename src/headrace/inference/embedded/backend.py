@@ -216,7 +216,7 @@ class EmbeddedBackend(asyncio.Protocol):
                 if state.failure is not None:
                     self._die(state.failure)
             case m.Failed(number, error):
-                self._generations.pop(number).end(m.unpack_error(error))
+                self._generations.pop(number).end(error.exception())
             case m.Answer(number, value, error):
                 answer = self._calls.pop(number)
                 if answer.done():
@@ -224,13 +224,13 @@ class EmbeddedBackend(asyncio.Protocol):
                 if error is None:
                     answer.set_result(value)
                 else:
-                    answer.set_exception(m.unpack_error(error))
+                    answer.set_exception(error.exception())
             case m.Starting(activity):
                 self._on_progress(activity)
             case m.Ready():
                 self._ready.set_result(message)
             case m.CannotStart(error):
-                self._ready.set_exception(m.unpack_error(error))
+                self._ready.set_exception(error.exception())
 
     async def _watch(self) -> None:
         """Wait for the end of the engine's process, or until it is silent for too long."""

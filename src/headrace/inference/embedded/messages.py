@@ -1,11 +1,10 @@
 """Messages between the HTTP server and the process of the embedded engine, over a socket.
 
-A frame is a length of four bytes and a list of messages in MessagePack. Errors are pickled, since both ends are ours.
+A frame is a length of four bytes and a list of messages in MessagePack.
 """
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,72 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.inference.backend import EngineError, EngineState, GenerationResult, InvalidRequest, TokenChunk
+from headrace.errors import BadInput, Failure
+from headrace.inference.backend import (
+    EngineError,
+    EngineOverloaded,
+    EngineState,
+    EngineStopped,
+    GenerationResult,
+    InvalidRequest,
+    ModelNotFound,
+    RequestCancelled,
+    TokenChunk,
+)
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 
 T = TypeVar("T")
 _HEAD = struct.Struct("!I")
+
+
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        BadInput,
+        EngineError,
+        EngineOverloaded,
+        EngineStopped,
+        Failure,
+        InvalidRequest,
+        ModelNotFound,
+        RequestCancelled,
+        WeightsError,
+        WeightsUnreachable,
+    )
+}
+"""What the server tells apart."""
+
+
+class Error(msgspec.Struct, array_like=True):
+    """An error of the engine's process: the nearest of `ERRORS`, with the fields of a `BadInput`."""
+
+    kind: str
+    fact: str
+    key: str | None = None
+    value: str | int | float | None = None
+    fix: str | None = None
+    file: str | None = None
+    line: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Error:
+        kind = next((base.__name__ for base in type(error).__mro__ if ERRORS.get(base.__name__) is base), None)
+        if kind is None:
+            return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
+        if not isinstance(error, BadInput) or len(error.problems) > 1:
+            return cls(kind, str(error))
+        value = error.value if isinstance(error.value, int | float | None) else str(error.value)
+        file = None if error.file is None else str(error.file)
+        return cls(kind, error.fact, error.key, value, error.fix, file, error.line)
+
+    def exception(self) -> Exception:
+        kind = ERRORS[self.kind]
+        if not issubclass(kind, BadInput):
+            return kind(self.fact)
+        return kind(self.fact, key=self.key, value=self.value, fix=self.fix, file=self.file, line=self.line)
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
@@ -107,7 +165,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 class CannotStart(msgspec.Struct, tag=True, array_like=True):
     """Loading failed."""
 
-    error: bytes
+    error: Error
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
@@ -128,15 +186,15 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     """A request ended with an error."""
 
     number: int
-    error: bytes
+    error: Error
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True):
     """The result or the error of a call."""
 
     number: int
-    value: str | None = None
-    error: bytes | None = None
+    value: str | int | float | None = None
+    error: Error | None = None
 
 
 class State(msgspec.Struct, tag=True, array_like=True):
@@ -191,16 +249,3 @@ class Frames:
                 messages = self._decoder.decode(view[_HEAD.size : end])
             del self._rest[:end]
             yield from messages
-
-
-def pack_error(error: BaseException) -> bytes:
-    """Return an error as bytes; one that is not Headrace's becomes an `EngineError`, so that no library is imported."""
-    if not type(error).__module__.startswith("headrace."):
-        error = EngineError(f"{type(error).__name__}: {error}")
-    return pickle.dumps(error)
-
-
-def unpack_error(content: bytes) -> Exception:
-    error = pickle.loads(content)
-    assert isinstance(error, Exception)
-    return error

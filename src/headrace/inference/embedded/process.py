@@ -47,7 +47,7 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, Failure):
             log.exception("the engine cannot start")
-        connection.sendall(m.frame(m.CannotStart(m.pack_error(error))))
+        connection.sendall(m.frame(m.CannotStart(m.Error.of(error))))
     logging.shutdown()
     os._exit(0)  # without waiting for calls that are blocked, for example on a file that cannot be read
 

@@ -89,7 +89,7 @@ class EngineService:
                 is_checked=True,  # by the server
             )
         except Exception as error:  # the server refuses most, but the engine may have changed since
-            self._send(m.Failed(message.number, m.pack_error(error)))
+            self._send(m.Failed(message.number, m.Error.of(error)))
             return
         self._requests[message.number] = request
         request.future.add_done_callback(lambda future: self._end(message.number, future))
@@ -101,7 +101,7 @@ class EngineService:
         self._requests.pop(number, None)
         error = future.exception()
         self._unsent.append(
-            m.Finished(number, future.result()) if error is None else m.Failed(number, m.pack_error(error))
+            m.Finished(number, future.result()) if error is None else m.Failed(number, m.Error.of(error))
         )
 
     def _follow(self, number: int, request: Request) -> None:
@@ -119,7 +119,7 @@ class EngineService:
         try:
             answer = m.Answer(call.number, value=self._run(call.command))
         except Exception as error:
-            answer = m.Answer(call.number, error=m.pack_error(error))
+            answer = m.Answer(call.number, error=m.Error.of(error))
         self._send(m.State(self._thread.state()), answer)
 
     def _run(self, command: m.Command) -> str | None:
