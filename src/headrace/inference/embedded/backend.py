@@ -208,19 +208,20 @@ class EmbeddedBackend(asyncio.Protocol):
     def _handle(self, message: m.FromEngine) -> None:
         match message:
             case m.Finished(number, result):
-                self._generations.pop(number).end(result)
+                self._end(number, result)
             case m.Tokens(number, chunk):
-                self._generations[number].add(chunk)
+                if number in self._generations:
+                    self._generations[number].add(chunk)
             case m.State(state):
                 self._state = state
                 if state.failure is not None:
                     self._die(state.failure)
             case m.Failed(number, error):
-                self._generations.pop(number).end(error.exception())
+                self._end(number, error.exception())
             case m.Answer(number, value, error):
-                answer = self._calls.pop(number)
-                if answer.done():
-                    return  # its caller was cancelled
+                answer = self._calls.pop(number, None)
+                if answer is None or answer.done():
+                    return  # the engine died before, or the caller was cancelled
                 if error is None:
                     answer.set_result(value)
                 else:
@@ -231,6 +232,11 @@ class EmbeddedBackend(asyncio.Protocol):
                 self._ready.set_result(message)
             case m.CannotStart(error):
                 self._ready.set_exception(error.exception())
+
+    def _end(self, number: int, outcome: GenerationResult | Exception) -> None:
+        """End a request, unless it ended with the engine."""
+        if (generation := self._generations.pop(number, None)) is not None:
+            generation.end(outcome)
 
     async def _watch(self) -> None:
         """Wait for the end of the engine's process, or until it is silent for too long."""

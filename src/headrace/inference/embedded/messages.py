@@ -193,7 +193,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     """The result or the error of a call."""
 
     number: int
-    value: str | int | float | None = None
+    value: str | None = None
     error: Error | None = None
 
 
