@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from headrace.errors import BadInput
 from headrace.trainer import adam8bit
 from headrace.trainer.adam8bit import Adam8bit
+from headrace.trainer.host_arena import HostArena
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ class Optimizer:
         self.skipped = 0
         self._offloads = offload_state and any(p.device.type != "cpu" for p in parameters.values())
         groups = [{name: p} for name, p in parameters.items()] if self._offloads else [parameters]
+        self._host = HostArena()
         self._parts = [part for group in groups for part in rule(group)]
         self._part_of = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
 
@@ -188,13 +190,17 @@ class Optimizer:
 
     def empty_state(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return tensors to load a saved state into: those of `names` that belong to these parameters."""
-        wanted = set(names)
-        return {
-            f"{name}.{key}": _empty_state(self._part_of[parameter], parameter, key)
-            for name, parameter in self.parameters.items()
-            for key in _state_keys(self._part_of[parameter], parameter)
-            if f"{name}.{key}" in wanted
-        }
+        wanted, tensors = set(names), dict[str, Tensor]()
+        for name, parameter in self.parameters.items():
+            part = self._part_of[parameter]
+            keys = [key for key in _state_keys(part, parameter) if f"{name}.{key}" in wanted]
+            state = {key: _empty_state(part, parameter, key) for key in keys}
+            if self._offloads:  # at once: the GPU may have no room for the state of all parameters
+                state = self._to_host(parameter, state)
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+        if self._offloads:
+            torch.accelerator.synchronize()  # copies to the CPU are asynchronous
+        return tensors
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Load a state, which must be of this rule for these parameters."""
@@ -206,18 +212,27 @@ class Optimizer:
                 raise BadInput(f"the checkpoint's optimizer state has no {', '.join(missing)} of it", key=name)
             if state:  # a parameter that never had a gradient has no state
                 # `step` is on the same device, as the fused kernel requires.
-                device = torch.device("cpu") if self._offloads else parameter.device
-                part.state[parameter] = {key: value.to(device) for key, value in state.items()}
+                part.state[parameter] = (
+                    self._to_host(parameter, state)
+                    if self._offloads
+                    else {key: value.to(parameter.device) for key, value in state.items()}
+                )
 
     def _update(self, lr: float) -> None:
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = lr
             if self._offloads:
-                _move_state(part, None)
+                for parameter, state in part.state.items():
+                    state.update({key: value.to(parameter.device, non_blocking=True) for key, value in state.items()})
             part.step()
             if self._offloads:
-                _move_state(part, torch.device("cpu"))
+                for parameter, state in part.state.items():
+                    state.update(self._to_host(parameter, state))
+
+    def _to_host(self, parameter: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy a parameter's state to its place in host memory, asynchronously."""
+        return {key: self._host.copy((id(parameter), key), value) for key, value in state.items()}
 
 
 def _state_keys(part: torch.optim.Optimizer, parameter: Parameter) -> tuple[str, ...]:
@@ -228,13 +243,6 @@ def _empty_state(part: torch.optim.Optimizer, parameter: Parameter, key: str) ->
     if isinstance(part, Adam8bit):
         return adam8bit.empty_state(parameter, key)
     return torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
-
-
-def _move_state(part: torch.optim.Optimizer, device: torch.device | None) -> None:
-    """Move the state to a device, or to that of its parameter, asynchronously on the GPU's stream."""
-    for parameter, state in part.state.items():
-        for key, value in state.items():
-            state[key] = value.to(device or parameter.device, non_blocking=True)
 
 
 def learning_rate_factor(
