@@ -6,11 +6,13 @@ Everything but the pipeline is simulated. The engine runs up to `capacity` reque
 samples one token for each (figures of a 0.5B model on an H200). Completion lengths are real ones. Trainer and engine
 share one GPU: in turns (`alternate`), or both at half the speed (`overlap`). One row for each setting:
 
-    step s    between two batches           tail s    of it, fewer than half of the slots ran while a batch was awaited
+    step s    between two batches
+    tail s    of it, a batch waited for rollouts with fewer episodes in flight than half of the slots (`time/tail`)
     full      requests that ran, as a share of the slots, while the engine could run
     queue     requests that waited, as a share of the slots
     stale     age of the oldest token of a trained rollout in optimizer steps: mean, 95th percentile, maximum
-    wasted    share of the sampled tokens that were cancelled or dropped
+    wasted    share of the sampled tokens that were cancelled or dropped, also at the end of the run
+    length    mean length of what was trained, relative to what the policy samples: below 1, long rollouts were lost
 """
 
 from __future__ import annotations
@@ -129,8 +131,7 @@ class EngineModel:
         self._updated_at = 0.0
         self._epoch = 0
         """Changes with every change of what runs; a scheduled completion of an older one is void."""
-        self.seconds = self.slot_seconds = self.queue_seconds = self.tail_seconds = 0.0
-        self.awaits_batch: Callable[[], bool] = lambda: True
+        self.seconds = self.slot_seconds = self.queue_seconds = 0.0
 
     def submit(self, episode: int, length: int) -> None:
         self._advance()
@@ -166,8 +167,6 @@ class EngineModel:
         self.seconds += seconds
         self.slot_seconds += seconds * running / self._case.capacity
         self.queue_seconds += seconds * len(self.waiting) / self._case.capacity
-        if running < self._case.capacity / 2 and self.awaits_batch():
-            self.tail_seconds += seconds
         if running:
             self._steps += seconds / self._step_s
 
@@ -205,11 +204,11 @@ class Run:
         self.rng = random.Random(0)
         self.lengths = json.loads(LENGTHS.read_text())[WORKLOADS[case.traffic].lengths]["completion_tokens"]
         self.engine = EngineModel(clock, case, self._finish)
-        self.engine.awaits_batch = lambda: self.pipeline._bottleneck() == "wait_for_rollouts"
         concurrency = Concurrency(case.capacity, GROUP_SIZE) if case.limit is None else None
         settings = PipelineSettings(
             case.steps, case.batch_size, None, 32768, {"env": GROUP_SIZE},
-            max_inflight=case.limit if concurrency is None else concurrency.limit, max_async_level=case.level,
+            max_inflight=case.limit if concurrency is None else concurrency.limit,
+            engine_slots=case.capacity, max_async_level=case.level,
         )  # fmt: skip
         tasks = [Task("env", {"n": n}) for n in range(1000)]
         held_out = [EvalEnv("held-out", tasks[: case.eval_tasks], 10, 1)] if case.eval_tasks else []
@@ -230,6 +229,8 @@ class Run:
         self.ages: list[int] = []
         self.shipped: deque[int] = deque()
         self.shipped_at: list[float] = []
+        self.tails: list[float] = []
+        self.lengths_trained: list[int] = []
         self.training = False
 
     def play(self) -> None:
@@ -313,6 +314,8 @@ class Run:
 
     def _ship(self, ship: signals.Ship) -> None:
         self.shipped_at.append(self.clock.now)
+        self.tails.append(ship.metrics["time/tail"])
+        self.lengths_trained += [self.tokens[rollout.draw_id, rollout.episode] for rollout in ship.batch.kept]
         self.ages += [staleness(ship.step, rollout.oldest_version) for rollout in ship.batch.kept]
         for rollout, reason in ship.dropped:
             if rollout.error is None and reason != "gated":
@@ -352,22 +355,28 @@ class Run:
         return (
             f"{case.traffic:10}{case.sharing:10}{case.level:>6}{case.batch_size:>7}{case.capacity:>7}{case.keep:>6.1f}"
             f"{case.eval_tasks:>6}{limit:>10}"
-            f"{times.mean():>9.2f}{engine.tail_seconds / len(self.shipped_at):>8.2f}"
+            f"{times.mean():>9.2f}{np.mean(self.tails[11:]):>8.2f}"
             f"{engine.slot_seconds / engine.seconds:>7.2f}{engine.queue_seconds / engine.seconds:>7.2f}"
             f"{np.mean(self.ages):>8.2f}{np.quantile(self.ages, 0.95):>5.0f}{max(self.ages):>5}"
-            f"{self.wasted / self.sampled:>8.3f}{self.sampled / self.clock.now:>10,.0f}"
+            f"{self.wasted / self.sampled:>8.3f}{np.mean(self.lengths_trained) / np.mean(self.lengths):>8.3f}"
+            f"{self.sampled / self.clock.now:>10,.0f}"
         )
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Yield levels and limits with each kind of sharing, then gates, an evaluation, and more slots than the batch."""
     for traffic in arguments.traffic:
         for sharing in arguments.sharing:
             for level in arguments.level:
-                for limit in arguments.limit:
-                    yield Case(traffic, sharing, level, limit, arguments.capacity, arguments.batch_size)
-        yield Case(traffic, level=0, keep=0.5)
-        yield Case(traffic, level=1, keep=0.5)
-        yield Case(traffic, level=1, eval_tasks=500)
+                for limit in arguments.limit if level else [None]:
+                    yield Case(traffic, sharing, level, limit)
+        for level, keep in itertools.product((0, 1), (0.8, 0.5, 0.2)):
+            yield Case(traffic, level=level, keep=keep)
+        yield Case(traffic, eval_tasks=500)
+        for level, batch_size in itertools.product((1, 2, 4), (64, 128)):
+            yield Case(traffic, level=level, batch_size=batch_size)
+        for level in (1, 2):
+            yield Case(traffic, level=level, capacity=1024)
 
 
 def main() -> None:
@@ -375,14 +384,12 @@ def main() -> None:
     parser.add_argument("--traffic", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--sharing", nargs="+", default=["alternate", "overlap"], choices=["alternate", "overlap"])
     parser.add_argument("--level", nargs="+", type=int, default=[0, 1, 2])
-    limits: list[int | None] = [None, 256, 288, 384, 512]
+    limits: list[int | None] = [None, 256, 512]
     parser.add_argument("--limit", nargs="+", type=lambda text: None if text == "auto" else int(text), default=limits)
-    parser.add_argument("--capacity", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=256)
     arguments = parser.parse_args()
     print(f"{'traffic':10}{'sharing':10}{'level':>6}{'batch':>7}{'slots':>7}{'keep':>6}{'evals':>6}", end="")
     print(f"{'in flight':>10}{'step s':>9}{'tail s':>8}{'full':>7}{'queue':>7}{'stale':>8}{'p95':>5}{'max':>5}", end="")
-    print(f"{'wasted':>8}{'tokens/s':>10}")
+    print(f"{'wasted':>8}{'length':>8}{'tokens/s':>10}")
     for case in cases(arguments):
         run = Run(case)
         run.play()

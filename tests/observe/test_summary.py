@@ -84,6 +84,27 @@ def test_json_has_the_promised_keys(run: RunDir, capsys: pytest.CaptureFixture[s
     assert {"reward_start", "reward_end"} <= printed.keys()
 
 
+@pytest.mark.parametrize(
+    ("section", "share", "key"),
+    [
+        ("max_async_level = 0", 0.3, "max_async_level"),
+        ("max_inflight_rollouts = 64", 0.3, "max_inflight_rollouts"),
+        ("max_inflight_rollouts = 64", 0.6, None),
+        ("batch_size = 8", 0.3, None),  # a choice for learning, not for speed
+    ],
+)
+def test_unused_engine_slots_are_reported_with_the_setting_that_limits_them(
+    run: RunDir, section: str, share: float, key: str | None
+) -> None:
+    run.config.write_text(f"[orchestrator]\n{section}\n")
+    for step in (5, 6, 7):
+        MetricsLog(run.metrics, "orchestrator").log(step, {"progress/rollouts": 1, "perf/slots_used": share})
+    summary = summarize(run)
+    assert summary.slots_used == pytest.approx(share)
+    assert (key in (summary.slots_advice or "")) if key else summary.slots_advice is None
+    assert ("engine slots" in text(run, summary)) == bool(key)
+
+
 def test_for_people_it_prints_a_table_and_writes_page_and_plot(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.final_model.mkdir()
     assert main(["summary", str(run.root)]) == 0

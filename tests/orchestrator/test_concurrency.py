@@ -222,3 +222,30 @@ def test_only_a_change_by_a_fifth_is_logged(caplog: pytest.LogCaptureFixture):
         concurrency.update({"a": make_health(32, 0)}, concurrency.limit)
     (record,) = caplog.records
     assert record.args == (116, 96, 50.0, 64, 0.0)
+
+
+def record_batches(concurrency: Concurrency, count: int, outdated: int, in_flight: int = 96) -> list[int]:
+    return [concurrency.record_batch(100 - outdated, outdated, in_flight) for _ in range(count)]
+
+
+def test_it_falls_while_long_rollouts_get_too_old_and_only_once_the_last_change_can_show():
+    concurrency = Concurrency(64, least=8, max_age=3)
+    assert record_batches(concurrency, 8, outdated=6) == [96, 96, 96, 76, 76, 76, 76, 60]
+    assert concurrency.update({"a": make_health(40, 0)}, 60) == 60  # free slots do not raise it again
+
+
+def test_a_few_rollouts_that_are_too_old_leave_it_as_it_is():
+    assert set(record_batches(Concurrency(64, least=8, max_age=3), 40, outdated=5)) == {96}
+
+
+def test_a_limit_for_age_counts_from_what_is_in_flight_and_keeps_the_largest_group():
+    assert record_batches(Concurrency(64, least=8, max_age=3), 4, outdated=50, in_flight=40)[-1] == 32
+    assert record_batches(Concurrency(64, least=30, max_age=3), 4, outdated=50, in_flight=20)[-1] == 30
+
+
+def test_it_may_grow_again_when_nothing_is_too_old():
+    concurrency = Concurrency(64, least=8, max_age=3)
+    record_batches(concurrency, 4, outdated=50, in_flight=40)
+    record_batches(concurrency, 8, outdated=0)
+    assert concurrency.update({"a": make_health(32, 0)}, 32) == 36  # 4 of 64 more, and twice a tenth would allow 38
+    assert concurrency.update({"a": make_health(36, 0)}, 36) == 38

@@ -38,7 +38,9 @@ from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 from tests.refusals import refused
 
 STEPS = 4
-TIMES = {f"time/{name}" for name in ("batch", "wait_for_rollouts", "wait_for_weights", "scoring", "write_batch")}
+TIMES = {
+    f"time/{name}" for name in ("batch", "wait_for_rollouts", "tail", "wait_for_weights", "scoring", "write_batch")
+}
 
 
 class Broken(Environment):

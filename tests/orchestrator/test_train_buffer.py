@@ -141,5 +141,5 @@ def test_a_resumed_run_has_the_waves_of_an_uninterrupted_one():
     for draw, count in credited.items():
         uninterrupted.record_kept(draw, count, kept=count * (draw % 3 == 0))
     uninterrupted.begin_step(surplus=[27])
-    resumed.continue_after(credited, surplus=[27])
+    resumed.begin_step(surplus=[27], credited=credited)
     assert wave(uninterrupted, 64) == wave(resumed, 64) > 128

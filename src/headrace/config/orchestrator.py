@@ -227,7 +227,8 @@ class OrchestratorConfig(Config):
     """Episodes per prompt, whose rewards are compared."""
     max_inflight_rollouts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Concurrent episodes of training and evaluation together. `auto` starts with 1.5 times the `max_running` of the
-    engines, and adapts to their load: more while they have free capacity, fewer when queue or KV cache are full."""
+    engines, and adapts: more while they have free capacity, fewer when queue or KV cache are full, or when more than 5%
+    of the rollouts are dropped for their age."""
     tasks_per_minute: float | None = Field(None, gt=0)
     """Limit on started tasks of training and evaluation together; a group counts as one task. Unset: no limit."""
     max_off_policy_steps: int = Field(8, ge=0)

@@ -22,6 +22,8 @@ from headrace.transport.run_dir import RolloutKind, RunDir
 
 END_STEPS = 5
 """Train steps averaged at either end of a curve."""
+LOW_SLOT_USE = 0.5
+"""Share of the engines' slots in use below which the summary says what would use more."""
 MAX_ERROR_FILES = 20
 """Newest rollout files that are searched for errors."""
 REASON_TEXTS = {"max_steps": "left over at the end"}
@@ -73,6 +75,10 @@ class Summary(msgspec.Struct):
     environments: list[EnvironmentReport] = msgspec.field(default_factory=list)
     failure: str | None = None
     """Why the run failed, if it did not end in order or continue since."""
+    slots_used: float | None = None
+    """Share of the engines' slots that had an episode in flight, mean of the last five steps."""
+    slots_advice: str | None = None
+    """The setting to change, if less than half of them was used because of it."""
 
 
 class NoRun(BadInput):
@@ -97,6 +103,8 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
     elif train := history.train_reward():
         (start, end), source = ends(train), "train"
     prefix = "progress/dropped/"
+    shares = [float(record["perf/slots_used"]) for record in history.steps.values() if "perf/slots_used" in record]
+    used = sum(shares[-END_STEPS:]) / len(shares[-END_STEPS:]) if shares else None
     return Summary(
         steps=history.step,
         reward_start=start,
@@ -111,7 +119,19 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
         skipped=int(latest.get("optim/skipped") or 0),
         environments=report_environments(run, history),
         failure=read_failure(run),
+        slots_used=used,
+        slots_advice=None if used is None or used >= LOW_SLOT_USE else _slots_advice(_saved_config(run)),
     )
+
+
+def _slots_advice(config: Mapping[str, Any]) -> str | None:
+    """Return the setting that keeps episodes from using the engines' slots; None if it is the size of the batches."""
+    section = config.get("orchestrator", {})
+    if section.get("max_async_level", 1) == 0:
+        return "orchestrator.max_async_level = 1 samples the next batch while the longest episodes of one end"
+    if section.get("max_inflight_rollouts", "auto") != "auto":
+        return 'raise orchestrator.max_inflight_rollouts, or set it to "auto"'
+    return None
 
 
 def read_failure(run: RunDir) -> str | None:
@@ -224,7 +244,10 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         "tokens sampled": f"{summary.tokens_sampled:,}",
         "tokens trained": f"{summary.tokens_trained:,}",
     }
-    return result + [(label, value) for label, value in counts.items() if value not in ("", "0")]
+    result += [(label, value) for label, value in counts.items() if value not in ("", "0")]
+    if summary.slots_used is not None and summary.slots_advice:
+        result.append(("engine slots", f"{summary.slots_used:.0%} in use; {summary.slots_advice}"))
+    return result
 
 
 def places(run: RunDir) -> list[tuple[str, Path]]:

@@ -4,6 +4,10 @@ An episode does not always occupy an engine: while it runs a tool, the engine ca
 follows the engines' reports. It grows by a fraction of their capacity while they have free capacity and empty queues.
 It shrinks by a fraction of itself when the queue gets as long as the capacity, when the KV cache is nearly full, or
 when requests are preempted. Otherwise it stays.
+
+With n episodes in flight and b in a batch, an episode lasts n / b steps on average, and a long one several times that.
+Engines with many slots for small batches thus make the longest rollouts too old: they are dropped, and the rest is
+shorter than what the policy samples. So the limit also follows the share of rollouts that are dropped for their age.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ FULL = 0.95
 """Fraction of the capacity in use above which the engines count as busy."""
 KV_HIGH, KV_LOW = 0.95, 0.85
 """KV cache usage above which the limit shrinks, and below which it may grow."""
+MAX_OUTDATED, MIN_OUTDATED = 0.05, 0.02
+"""Share of the rollouts dropped for their age above which the limit shrinks, and below which it may grow again."""
+AGE_SHRINKAGE = 0.2
+AGE_GROWTH = 0.1
 LOGGED_CHANGE = 0.2
 """Relative change of the limit that is logged."""
 
@@ -38,11 +46,19 @@ def initial_limit(capacity: int) -> int:
 
 
 class Concurrency:
-    """The current `limit`. It is never below `least`, the largest group that must run at once."""
+    """The current `limit`. It is never below `least`, the largest group that must run at once.
 
-    def __init__(self, capacity: int, least: int) -> None:
+    `max_age`: optimizer steps after which a rollout is dropped (`max_off_policy_steps`).
+    """
+
+    def __init__(self, capacity: int, least: int, max_age: int = 8) -> None:
         self.limit = max(least, initial_limit(capacity))
         self._least = least
+        self._max_age = max_age
+        self._age_limit = math.inf
+        """Upper bound of the limit, so that episodes do not get too old."""
+        self._batches = self._outdated = self._trained = 0
+        """Batches since the last change of this bound, their rollouts, and those that were dropped for their age."""
         self._logged = self.limit
         self._running: float | None = None
         self._waiting = 0.0
@@ -74,10 +90,29 @@ class Concurrency:
             self.limit = max(self._least, math.floor(self.limit * (1 - SHRINKAGE)))
         elif has_capacity and is_reached:
             self.limit = max(self.limit, min(self.limit + math.ceil(GROWTH * capacity), MAX_CAPACITIES * capacity))
+        self.limit = int(min(self.limit, self._age_limit))
         if abs(self.limit - self._logged) > LOGGED_CHANGE * self._logged:
             log.info(
                 "episodes in flight: at most %d instead of %d (the engines run %.0f%% of %d, and %.0f%% are queued)",
                 self.limit, self._logged, 100 * self._running, capacity, 100 * self._waiting,
             )  # fmt: skip
             self._logged = self.limit
+        return self.limit
+
+    def record_batch(self, trained: int, outdated: int, in_flight: int) -> int:
+        """Return the limit after a batch of `trained` rollouts, since the last of which `outdated` were too old.
+
+        A change shows when the rollouts that began before it are trained or dropped, so every bound is kept that long.
+        """
+        self._batches += 1
+        self._trained += trained
+        self._outdated += outdated
+        if self._batches > self._max_age:
+            share = self._outdated / (self._trained + self._outdated)
+            if share > MAX_OUTDATED:
+                self._age_limit = max(self._least, (1 - AGE_SHRINKAGE) * min(in_flight, self.limit))
+                self.limit = int(min(self.limit, self._age_limit))
+            elif share < MIN_OUTDATED:
+                self._age_limit *= 1 + AGE_GROWTH
+            self._batches = self._outdated = self._trained = 0
         return self.limit

@@ -19,6 +19,7 @@ from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.empty_batches import EmptyBatches
 from headrace.orchestrator.evaluation import EvalSource, EvalTracker
 from headrace.orchestrator.journal_buffer import JournalBuffer
+from headrace.orchestrator.occupancy import Occupancy
 from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.orchestrator.source import TrainSource, lesson_of
@@ -46,6 +47,8 @@ class PipelineSettings(msgspec.Struct):
     seq_len: int
     group_sizes: dict[str, int]
     max_inflight: int
+    engine_slots: int | None = None
+    """Requests that the engines run at once; None if their use by episodes is not measured."""
     max_async_level: int = 1
     max_off_policy_steps: int = 8
     max_empty_batches: int | None = None
@@ -114,15 +117,16 @@ class Pipeline:
         self._rate_limited = False
         self._commit_at: float | None = None
         self._waits: defaultdict[str, float] = defaultdict(float)
+        self._occupancy = Occupancy(settings.engine_slots) if settings.engine_slots else None
         buffer.drop_missing(source.missing)
         last_step = []
         for lesson in past:
             self._add_lesson(lesson)
             if lesson.step == step - 1:
                 last_step.append(lesson)
-        self._capacity.continue_after(
-            {lesson.draw: len(lesson.rewards) for lesson in last_step},
-            [lesson.draw for lesson in last_step if lesson.surplus],
+        self._capacity.begin_step(
+            surplus=[lesson.draw for lesson in last_step if lesson.surplus],
+            credited={lesson.draw: len(lesson.rewards) for lesson in last_step},
         )
         source.learn()
 
@@ -136,7 +140,10 @@ class Pipeline:
 
     def handle(self, event: signals.Event, now: float) -> list[signals.Action]:
         """Process an event; return the actions to perform, in order."""
-        self._waits[self._bottleneck()] += now - self._now
+        bottleneck, in_flight = self._bottleneck(), sum(self.scheduler.inflight.values())
+        self._waits[bottleneck] += now - self._now
+        if self._occupancy is not None:
+            self._occupancy.advance(now - self._now, in_flight, awaits_rollouts=bottleneck == "wait_for_rollouts")
         self._now = now
         match event:
             case signals.Arrival(episode=episode, rollouts=rollouts):
@@ -161,8 +168,9 @@ class Pipeline:
                 self._loading = False
                 self._queue_due_evals()
             case signals.Reported():
+                if self._occupancy is not None and event.engines:
+                    self._occupancy.slots = sum(health.capacity for health in event.engines.values())
                 if self._concurrency is not None:
-                    in_flight = sum(self.scheduler.inflight.values())
                     self.scheduler.max_inflight = self._concurrency.update(event.engines, in_flight)
             case signals.Stop():
                 self.stopped = True
@@ -426,6 +434,11 @@ class Pipeline:
         self._commit_at = None
         entries = self.buffer.take_entries(self._now)
         metrics = self.buffer.take_step_metrics(self._now) | waits | self.buffer.progress(self._now)
+        if self._occupancy is not None:
+            metrics |= self._occupancy.take_metrics()
+        if self._concurrency is not None:
+            outdated, in_flight = int(metrics.get("dropped/off_policy", 0)), sum(self.scheduler.inflight.values())
+            self.scheduler.max_inflight = self._concurrency.record_batch(len(batch.rollouts), outdated, in_flight)
         metrics |= self._source.metrics()
         dropped = self.buffer.take_dropped()
         return signals.Ship(step, self.version.incarnation, batch, entries, dropped, metrics)

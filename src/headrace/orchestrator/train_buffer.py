@@ -151,17 +151,13 @@ class EpisodeCapacity:
             self._credited[draw] = credited
             self._kept += kept
 
-    def begin_step(self, surplus: Collection[int]) -> None:
-        """Begin a step. `surplus`: draws of the last one that were credited and kept, but not needed for its batch."""
-        self.continue_after(self._credited, surplus)
-        self._credited, self._kept = {}, 0
+    def begin_step(self, surplus: Collection[int], credited: Mapping[int, int] | None = None) -> None:
+        """Begin a step. `surplus`: draws of the last one that were credited and kept, but not needed for its batch.
 
-    def continue_after(self, credited: Mapping[int, int], surplus: Collection[int]) -> None:
-        """Set the share of kept rollouts from the last step: its credited rollouts by draw, and the draws in surplus.
-
-        How many it kept is not recorded, only that what was drawn before the surplus filled a batch with less than a
-        group to spare.
+        `credited`: the rollouts that it credited, by draw; None: those recorded here. How many it kept is not in the
+        journal, only that what was drawn before the surplus filled a batch with less than a group to spare.
         """
+        credited, self._credited, self._kept = self._credited if credited is None else credited, {}, 0
         if self._batch_size is not None:
             end = min(surplus, default=None)
             self._last_credited = sum(count for draw, count in credited.items() if end is None or draw < end)

@@ -175,7 +175,7 @@ def _settings(
         max_inflight = initial_limit(capacity)
         if not frozen:
             largest = max((sizes[kind][name] for kind, name in environments), default=1)
-            concurrency = Concurrency(capacity, largest)
+            concurrency = Concurrency(capacity, largest, config.max_off_policy_steps)
             max_inflight = concurrency.limit
     else:
         max_inflight = config.max_inflight_rollouts
@@ -195,6 +195,7 @@ def _settings(
         seq_len=config.seq_len,
         group_sizes=train_sizes,
         max_inflight=max_inflight,
+        engine_slots=None if frozen else capacity,
         max_async_level=config.max_async_level,
         max_off_policy_steps=config.max_off_policy_steps,
         max_empty_batches=config.max_empty_batches,
