@@ -60,6 +60,20 @@ print(gc.isenabled(), gc.get_freeze_count() > before)
     assert ended.stdout.split() == ["False", "True", "True"], ended.stderr
 
 
+def test_transformers_reads_the_source_files_of_its_models_once():
+    program = """
+import sys
+opened = []
+sys.addaudithook(lambda event, arguments: event == "open" and opened.append(str(arguments[0])))
+from headrace.machine import frozen_imports
+with frozen_imports():
+    import transformers.models
+print(sum(name.endswith("modeling_albert.py") for name in opened))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["1"], ended.stderr
+
+
 # -- memory, from the kernel's files --------------------------------------------------------------------------------
 
 MEMINFO = "MemTotal:        1000 kB\nMemFree:  100 kB\nMemAvailable:    800 kB\nHugePages_Total:       0\n"

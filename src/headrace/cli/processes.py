@@ -24,10 +24,8 @@ from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.process import PARENT_VAR, stop_with_launcher
 from headrace.launch.run_directory import LATEST, plan_directory
 from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
-from headrace.launch.supervisor import is_up
 from headrace.machine import frozen_imports, keep_compiled_kernels
-from headrace.observe.monitors import forwarding
-from headrace.observe.status import Status, setup_logging
+from headrace.observe.status import Status, is_up, setup_logging
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
 from headrace.text.hub import model_directory
@@ -90,6 +88,7 @@ def configure_orchestrator(parser: argparse.ArgumentParser) -> None:
 def run_orchestrator(arguments: argparse.Namespace) -> int:
     with frozen_imports():
         import_renderers()
+        from headrace.observe.monitors import forwarding
         from headrace.orchestrator import main
         from headrace.orchestrator.shutdown import CANCEL_GRACE_S
 
@@ -139,6 +138,8 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     resume = _check_resume(run.root, arguments.resume)
     if arguments.ranks > 1:
         return _run_ranks(arguments.ranks, arguments.run, resume)
+    from headrace.observe.monitors import forwarding
+
     engines = colocated_engines(config, arguments.sharing) if arguments.sharing else None
     is_first = os.environ.get("RANK", "0") == "0"
     # An orchestrator, if there is one, forwards the metrics, because it ends last.

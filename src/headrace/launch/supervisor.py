@@ -24,7 +24,7 @@ from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
 from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.machine import HostMemory
 from headrace.observe.metrics import History, Tail
-from headrace.observe.status import ProcessStatus, read_status
+from headrace.observe.status import ProcessStatus, is_up, read_status
 from headrace.observe.terminal import View, activity
 from headrace.transport.endpoint import withdraw_endpoint
 from headrace.transport.run_dir import RunDir
@@ -78,10 +78,6 @@ class Watch:
             doings = doings or "No process has reported anything yet"
             sentences.append(f"no progress for {still:.0f} s ({steps}). {doings}")
         return sentences
-
-
-def is_up(status: ProcessStatus | None) -> bool:
-    return status is not None and not status.state.startswith(("starting", "loading"))
 
 
 def not_up(names: Sequence[str], statuses: Mapping[str, ProcessStatus], now: float) -> list[str]:

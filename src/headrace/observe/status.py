@@ -64,6 +64,11 @@ class ProcessStatus(msgspec.Struct):
     """Messages for the user, oldest first."""
 
 
+def is_up(status: ProcessStatus | None) -> bool:
+    """Return whether a process has started and loaded everything."""
+    return status is not None and not status.state.startswith(("starting", "loading"))
+
+
 class Status:
     """The status file of this process. A thread rewrites it regularly: a stale file means a dead or stuck process."""
 
