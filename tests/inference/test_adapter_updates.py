@@ -16,6 +16,7 @@ from headrace.inference.embedded.loading import load_engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.published import BaseWeights, MergedTensors, find_mismatch, install
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.lora import adapter_layers, add_lora
@@ -118,6 +119,20 @@ def test_an_adapter_is_added_to_the_files_in_float32_and_rounded_once(
     assert torch.equal(found, expected)
     assert not torch.equal(found, twice)
     assert torch.equal(engine.model.model.norm.weight, stored["model.norm.weight"].bfloat16())
+
+
+def test_tensors_that_are_merged_one_by_one_are_those_that_are_merged_at_once(
+    make_model: MakeModel, base: Path
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    weights, parameters = BaseWeights(base, torch.device("cpu")), make_model(0).state_dict()
+    expected = weights.merge(adapter, parameters, base)
+    lazy = MergedTensors(weights, adapter, parameters, base)
+    assert isinstance(expected, dict)
+    assert lazy.keys() == expected.keys()
+    assert find_mismatch(parameters, lazy, optional=set(parameters) - set(lazy)) is None
+    install(parameters, lazy)
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_whole_model_after_an_adapter_is_that_model(

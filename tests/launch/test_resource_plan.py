@@ -149,6 +149,14 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_with_fewer_of_them() -
     assert refusal(rl({"ckpt": {"interval": 2, "keep_last": 1}}), QWEN_05B, machine) is None
 
 
+def test_an_adapter_without_room_for_the_merged_model_is_saved_alone() -> None:
+    machine = Machine(H200.gpu_memory, H200.host_memory, free_disk=60 * GIB)
+    found = refusal(rl({"lora": {}}), QWEN_32B, machine)
+    assert found is not None
+    assert (found.key, found.value) == ("trainer.lora.save_merged", True)
+    assert refusal(rl({"lora": {"save_merged": False}}), QWEN_32B, machine) is None
+
+
 def test_changes_are_combined_where_one_is_not_enough() -> None:
     """8 billion parameters with 13 bytes of disk for each, where one checkpoint takes 8."""
     machine = Machine(H200.gpu_memory, H200.host_memory, free_disk=13 * QWEN_8B.parameters)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.cli.main import main
-from headrace.config.trainer import TrainingConfig
+from headrace.config.trainer import LoraConfig, TrainingConfig
 from headrace.errors import BadInput
 from headrace.rollout.batch import SchemaError
 from headrace.trainer import checkpoint, warmup
@@ -150,6 +150,17 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
     config = learner.config.model_copy(update={"optim": TrainingConfig(optim={"type": "sgd"}).optim})
     with refused(ResumeError, key="--resume"):
         Learner(config, {"rl": default_loss}, tmp_path, "latest")
+
+
+@pytest.mark.parametrize(("save_merged", "written"), [(True, {"model", "adapter"}), (False, {"adapter"})])
+def test_the_final_model_of_an_adapter_is_merged_unless_configured(
+    save_merged: bool, written: set[str], make_learner: MakeLearner, tmp_path: Path
+):
+    config = make_learner().config
+    config = config.model_copy(update={"lora": LoraConfig(r=2, save_merged=save_merged)})
+    learner = Learner(config, {"rl": default_loss}, tmp_path, None)
+    learner.save_final_model(tmp_path / "final" / "model")
+    assert {path.name for path in (tmp_path / "final").iterdir()} == written
 
 
 def test_only_complete_checkpoints_count_and_the_newest_are_kept(tmp_path: Path):

@@ -89,7 +89,8 @@ def colocated_trainer(target: Path, run: RunDir, sharing: str) -> ColocatedTrain
 
 def is_over(target: Path) -> bool:
     """Return whether this is a finished run that no process is continuing."""
-    return is_run(target) and RunDir(target).final_model.is_dir() and not in_use(target)
+    run = RunDir(target)
+    return is_run(target) and (run.final_model.is_dir() or run.final_adapter.is_dir()) and not in_use(target)
 
 
 def read_target(target: str, overrides: list[str], *, alone: bool = False) -> InferenceConfig:

@@ -52,3 +52,11 @@ class ColocatedEngines:
         if self.cache_bytes is not None:
             return own + self.servers * self.cache_bytes
         return own + int(OVERLAP_CACHE_SHARE * max(0, total - own - self.trainer_bytes_per_parameter * parameters))
+
+
+def keeps_base_in_memory(size: int, free: int) -> bool:
+    """Whether an engine keeps the `size` bytes of its base model in host memory to merge adapters with.
+
+    A merged version may need as much again. Otherwise tensors are read and merged one by one while the engine pauses.
+    """
+    return 2 * size <= free

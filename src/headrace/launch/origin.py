@@ -71,6 +71,8 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
         _print(notice)
     # Only the model is kept: evaluations would be deleted, and monitors would show a deleted directory.
     config = config.model_copy(update={"eval": SftEvalConfig(), "wandb": None, "tensorboard": None})
+    if config.lora is not None:
+        config = config.model_copy(update={"lora": config.lora.model_copy(update={"save_merged": True})})
     base = resolve(config.model, (*trail, file.resolve()))
     # The directory and the number of processes do not change the model.
     recipe = dump(config.model_copy(update={"output_dir": None, "launch": LaunchConfig()}))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import AdamWConfig, LoraConfig, TrainingConfig
 from headrace.errors import BadInput
-from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
+from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer, keeps_base_in_memory
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
 from headrace.inference.kv_budget import (
     CONTEXT_BYTES,
@@ -36,7 +36,6 @@ from headrace.trainer.memory_plan import USED_SHARE_OF_FREE, ModelSizes, make_me
 GIB = 1 << 30
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GIB, GIB // 2
 """Approximate host memory of a process with torch: libraries, CUDA's context, buffers."""
-LORA_RANK_OF_REMEDY = 16
 MAX_CHANGES = 3
 """Changes of the run file that are combined to make it fit."""
 
@@ -202,8 +201,10 @@ def changes_of(config: AnyRun) -> Iterator[Change]:
         yield change("optim.state_bits", "{0}optim.state_bits = 8", within("optim", state_bits=8))
     if trainer.lora is None and not trainer.optim.offload_state:
         yield change("optim.offload_state", "{0}optim.offload_state = true", within("optim", offload_state=True))
+    if trainer.lora is not None and trainer.lora.save_merged:
+        yield change("lora.save_merged", "{0}lora.save_merged = false", within("lora", save_merged=False))
     if trainer.lora is None:
-        adapter = LoraConfig(r=LORA_RANK_OF_REMEDY)
+        adapter = LoraConfig()
         yield change("lora", "an adapter ([{0}lora])", lambda run: {"lora": adapter})
 
 
@@ -397,8 +398,9 @@ class _Planner:
         if self.trainer.optim.offload_state:
             yield Part("optimizer", self.trainer.optim.state_bytes * self.trained)
         if self.trainer.lora is not None and self.servers:
-            # The engine keeps its base to merge adapters with.
-            yield Part("engine's base weights", self.servers * self.compute_bytes * self.parameters)
+            size = self.servers * self.compute_bytes * self.parameters
+            kept = size if keeps_base_in_memory(size, self.machine.host_memory) else 0
+            yield Part("engine's base weights", kept, is_certain=False)
 
     def _host_on_cpu(self) -> Iterator[Part]:
         yield from (part._replace(size=part.size * self.ranks) for part in self._trainer_parts())
@@ -422,6 +424,7 @@ class _Planner:
         publishes = isinstance(self.config, RunConfig) or self.config.evaluates
         kept = self.config.trainer.keep_weights if isinstance(self.config, RunConfig) else 1
         versions = min(kept + 1, self.config.max_steps or 1) if publishes and not self.links else 0
+        merged = self.trainer.lora is None or self.trainer.lora.save_merged
         during, at_end = kept_checkpoints(self.trainer)
         size = self._checkpoint_bytes()
         training = (
@@ -431,7 +434,7 @@ class _Planner:
         end = (
             Part(f"{at_end} checkpoint{'s' * (at_end != 1)}", at_end * size),
             Part("published versions", max(versions, publishes) * version),
-            Part("final model", self.compute_bytes * self.parameters),
+            Part("final model", self.compute_bytes * self.parameters if merged else 4 * self.trained),
         )
         return Budget("disk", free, max(training, end, key=lambda parts: sum(part.size for part in parts)))
 

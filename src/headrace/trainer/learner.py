@@ -68,7 +68,7 @@ class Learner:
             dtype = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
         same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
         same |= {"activation_checkpointing", "activation_offload"}
-        adapts = config.lora is not None  # then a checkpoint has only the adapter
+        adapter, adapts = config.lora, config.lora is not None  # then a checkpoint has only the adapter
         optim = config.optim
         self.model = PackedModel(
             start / checkpoint.MODEL if start and not adapts else model_directory(config.model.name),
@@ -81,7 +81,7 @@ class Learner:
             longest=config.seq_len,
             trust_remote_code=config.model.trust_remote_code,
             load=start is None or adapts,
-            lora=None if config.lora is None else {**config.lora.model_dump(), "seed": config.seed},
+            lora=None if adapter is None else {**adapter.model_dump(exclude={"save_merged"}), "seed": config.seed},
         )
         settings = optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
         self.optimizer = Optimizer(
@@ -201,8 +201,9 @@ class Learner:
         self._saved_step = self.state.step
 
     def save_final_model(self, path: Path) -> None:
-        """Write the model with a merged adapter, if any, and the adapter itself next to it."""
-        self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
+        """Write the model with a merged adapter, if any and unless configured, and the adapter itself next to it."""
+        if self.config.lora is None or self.config.lora.save_merged:
+            self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
         if self.model.adapter is not None:
             self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)
 

@@ -30,6 +30,7 @@ class RunDir:
         self.summary = root / "summary.md"
         self.plot = root / "reward.svg"
         self.final_model = root / "model"
+        self.final_adapter = root / "adapter"
         self.batches = BatchStore(root / "batches")
         self.weights = WeightStore(root / "weights")
         self.probes = ProbeStore(root / "probes")

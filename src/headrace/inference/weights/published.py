@@ -3,7 +3,8 @@
 A published directory is a whole model or a LoRA adapter. An adapter is merged with the weights that the engine was
 started with, so that nothing of earlier versions is left: in float32, and only the result is rounded to the engine's
 type. For an engine on a GPU these weights are read once and kept in pinned memory, and each version is merged on the
-GPU while the engine samples. On a CPU they are read for each version, from the page cache.
+GPU while the engine samples. On a CPU they are read for each version, from the page cache; also for a GPU if host
+memory is too small to keep them: one by one while the engine pauses, so that there is no second copy of the model.
 
 Left out on purpose: checkpoints whose tensors transformers renames while loading (fused experts); the trainer
 refuses them before its first step (`Publisher.check_embedded`).
@@ -12,17 +13,21 @@ refuses them before its first step (`Publisher.check_embedded`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headrace.inference.colocation import keeps_base_in_memory
 from headrace.inference.weights.buffers import free_staging, stage
 from headrace.inference.weights.errors import WeightsError, abbreviate, read_checked_marker
 from headrace.inference.weights.link import Received
+from headrace.machine import free_memory
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterError, Matrices, is_adapter, merged, read_adapter
 from headrace.transport.weights import checksum
@@ -36,13 +41,14 @@ class PublishedWeights(msgspec.Struct):
 
     version: Version
     checksum: str
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     on_release: Callable[[], None] | None = None
     """Frees memory that the tensors borrow."""
 
     def release(self) -> None:
         """Drop the tensors, after all copies of them are complete."""
-        self.tensors.clear()
+        if isinstance(self.tensors, dict):
+            self.tensors.clear()
         if self.on_release is not None:
             self.on_release()
 
@@ -72,12 +78,11 @@ def read_published(
         return PublishedWeights(version, actual, received.tensors, received.release)
     if is_adapter(directory):
         tensors = _merge_adapter(base, directory, parameters)
-        device = next(iter(tensors.values())).device
-        return PublishedWeights(version, actual, tensors, partial(free_staging, device))
+        return PublishedWeights(version, actual, tensors, None if base is None else partial(free_staging, base.device))
     return PublishedWeights(version, actual, dict(read_tensors(sorted(directory.glob("*.safetensors")))))
 
 
-def _merge_adapter(base: BaseWeights | None, directory: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _merge_adapter(base: BaseWeights | None, directory: Path, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     try:
         adapter = read_adapter(directory)
     except AdapterError as error:
@@ -92,44 +97,46 @@ class BaseWeights:
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.directory = directory
-        self._device = device
+        self.device = device
         self._pinned: dict[str, Tensor] = {}
 
-    def merge(self, adapter: Adapter, parameters: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    def merge(self, adapter: Adapter, parameters: Mapping[str, Tensor], source: Path) -> Mapping[str, Tensor]:
         """Return the tensors that the model has parameters for, with the adapter's differences added.
 
-        They are on the GPU if they fit. Errors name the adapter's `source`.
+        They are on the GPU if they fit; if host memory is short, they are merged one by one as they are taken. Errors
+        name the adapter's `source`.
         """
-        if self._device.type != "cuda":
-            return self._merge_on(adapter, parameters, source, self._device)
+        lazy = MergedTensors(self, adapter, parameters, source)
+        if self.device.type != "cuda":
+            return dict(lazy.items())
+        size = sum(parameters[name].nbytes for name in lazy)
         if not self._pinned:
+            if not keeps_base_in_memory(size, free_memory()):
+                return lazy
             for name, tensor in self._read(parameters):
                 pinned = torch.empty_like(tensor, memory_format=torch.contiguous_format, pin_memory=True)
                 self._pinned[name] = pinned.copy_(tensor)
-        size = sum(parameters[name].nbytes for name in self._pinned)
         with torch.cuda.stream(self._stream):
-            tensors = stage(self._device, size, partial(self._merge_on, adapter, parameters, source))
+            tensors = stage(self.device, size, lambda device: {name: lazy.merged_on(name, device) for name in lazy})
             self._stream.synchronize()
         return tensors
 
-    def _merge_on(
-        self, adapter: Adapter, parameters: Mapping[str, Tensor], source: Path, device: torch.device
-    ) -> dict[str, Tensor]:
-        unmerged = {f"{layer}.weight": matrices for layer, matrices in adapter.layers.items()}
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self._pinned.items() or self._read(parameters):
-            whole = tensor.to(device, non_blocking=True)
-            if name in unmerged:
-                a, b = unmerged.pop(name)
-                if tensor.shape != (b.shape[0], a.shape[1]):
-                    shape = [b.shape[0], a.shape[1]]
-                    raise WeightsError(f"{source}: its {name} is {shape}, but {list(tensor.shape)} in {self.directory}")
-                whole = merged(whole, Matrices(a.to(device), b.to(device)), adapter.config.scaling)
-            tensors[name] = whole.to(parameters[name].dtype)
-        if unmerged:
-            names = abbreviate(sorted(unmerged))
-            raise WeightsError(f"{source} changes tensors that {self.directory} does not have: {names}")
-        return tensors
+    @cached_property
+    def places(self) -> dict[str, tuple[Path, torch.Size]]:
+        """File and shape of each tensor."""
+        places = {}
+        for path in model_files(self.directory):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    places[name] = path, torch.Size(file.get_slice(name).get_shape())
+        return places
+
+    def tensor(self, name: str) -> Tensor:
+        if name in self._pinned:
+            return self._pinned[name]
+        path, _ = self.places[name]
+        with _opened(path) as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
 
     def _read(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Read the tensors that the model has parameters for; its files may have others."""
@@ -137,7 +144,38 @@ class BaseWeights:
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+
+class MergedTensors(Mapping[str, Tensor]):
+    """The tensors of a base model with an adapter's differences, each merged when it is taken."""
+
+    def __init__(self, base: BaseWeights, adapter: Adapter, parameters: Mapping[str, Tensor], source: Path) -> None:
+        self._base, self._adapter, self._parameters = base, adapter, parameters
+        self.shapes = {name: shape for name, (_, shape) in base.places.items() if name in parameters}
+        self._matrices = {f"{layer}.weight": matrices for layer, matrices in adapter.layers.items()}
+        if unknown := sorted(name for name in self._matrices if name not in self.shapes):
+            raise WeightsError(f"{source} changes tensors that {base.directory} does not have: {abbreviate(unknown)}")
+        for name, (a, b) in self._matrices.items():
+            shape = [b.shape[0], a.shape[1]]
+            if list(self.shapes[name]) != shape:
+                raise WeightsError(f"{source}: its {name} is {shape}, but {[*self.shapes[name]]} in {base.directory}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.merged_on(name, self._base.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def merged_on(self, name: str, device: torch.device) -> Tensor:
+        whole = self._base.tensor(name).to(device, non_blocking=True)
+        if name in self._matrices:
+            a, b = self._matrices[name]
+            whole = merged(whole, Matrices(a.to(device), b.to(device)), self._adapter.config.scaling)
+        return whole.to(self._parameters[name].dtype)
 
 
 class _Index(msgspec.Struct):
@@ -150,12 +188,18 @@ class _Index(msgspec.Struct):
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of safetensors files one by one."""
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path}: {error}") from error
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path}: {error}") from error
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -184,7 +228,11 @@ def install(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
         raise WeightsError(mismatch)
     targets = [parameters[name] for name in tensors]
     with torch.no_grad():
-        torch._foreach_copy_(targets, [*tensors.values()])
+        if isinstance(tensors, MergedTensors):  # one by one, since there is no memory for all of them
+            for name, target in zip(tensors, targets, strict=True):
+                target.copy_(tensors[name])
+        else:
+            torch._foreach_copy_(targets, [*tensors.values()])
     for device in {target.device for target in targets if target.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
@@ -199,9 +247,10 @@ def find_mismatch(
     missing = [name for name in parameters if name not in tensors and name not in optional]
     if missing:
         return f"tensors are missing: {abbreviate(missing)}"
+    shapes = tensors.shapes if isinstance(tensors, MergedTensors) else {name: t.shape for name, t in tensors.items()}
     reshaped = [
-        f"{name} is {list(tensor.shape)}, not {list(parameters[name].shape)}"
-        for name, tensor in tensors.items()
-        if name in parameters and tensor.shape != parameters[name].shape
+        f"{name} is {list(shape)}, not {list(parameters[name].shape)}"
+        for name, shape in shapes.items()
+        if name in parameters and shape != parameters[name].shape
     ]
     return f"tensors of another shape: {abbreviate(reshaped)}" if reshaped else None

@@ -123,10 +123,10 @@ def engine_urls(endpoint: Candidate) -> list[str]:
 def _check_final_model(candidate: Candidate) -> None:
     if candidate.run is not None and not Path(candidate.source).is_dir():
         raise BadInput(
-            "the run has no final model yet",
+            "the run has no final model",
             key="CHECKPOINT",
             value=str(candidate.run),
-            fix="Finish the run, or use --checkpoints permanent.",
+            fix="Finish the run, use --checkpoints permanent, or export a checkpoint (headrace export).",
         )
 
 
