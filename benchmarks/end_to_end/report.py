@@ -61,9 +61,11 @@ def step_table(runs: Sequence[Run], warm_up: int) -> Table:
     """Seconds of a step after `warm_up` steps: the median of all seeds, with the least and the most."""
     table = Table(title=f"a step, from step {warm_up + 1} on: median (least to most)", caption=STEP_CAPTION)
     table.add_column("")
-    measures = ("s a step", "tokens/s", "tokens", "sampling s", "training s")
+    measures = ("s a step", "headrace's", "tokens/s", "tokens", "sampling s", "training s")
     for column in (*measures, "host, idle", "GPU busy", "reward", "start s"):
         table.add_column(column, justify="right")
+    ours = [run for run in runs if run.who == "headrace"]
+    reference = known_median([seconds for run in ours for seconds, _ in measured_steps(run, warm_up)])
     for who in dict.fromkeys(run.who for run in runs):
         own = [run for run in runs if run.who == who]
         steps = [step for run in own for step in measured_steps(run, warm_up)]
@@ -75,6 +77,7 @@ def step_table(runs: Sequence[Run], warm_up: int) -> Table:
         table.add_row(
             who,
             f"{seconds:.2f} ({min(lengths):.2f} to {max(lengths):.2f})",
+            f"{reference / seconds:.2f} of it",
             f"{own[0].rollouts * tokens / mean(lengths):,.0f}",
             f"{tokens:.0f}",
             f"{seconds - training_s:.2f}",
@@ -88,9 +91,9 @@ def step_table(runs: Sequence[Run], warm_up: int) -> Table:
 
 
 STEP_CAPTION = (
-    "tokens: mean of a completion. training: what is not sampling (forward, backward, optimizer, new weights). host, "
-    "idle: the share of sampling in which the embedded engine does not wait for the GPU, an upper bound of the GPU's "
-    "own idle time"
+    "headrace's: its step as a share of this one. tokens: mean of a completion. training: what is not sampling "
+    "(forward, backward, optimizer, new weights). host, idle: the share of sampling in which the embedded engine does "
+    "not wait for the GPU, an upper bound of the GPU's own idle time"
 )
 
 
