@@ -12,7 +12,8 @@ $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
 
 `share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
 at once and decode at the traffic's mean context. `host` is the time per step that Python works outside of waiting for
-the GPU; it costs only what exceeds the GPU's own time. `between tokens` is measured on a streamed request.
+the GPU, mostly while the GPU computes the next step; `idle` is the share of time in which the GPU computes none.
+`between tokens` is measured on a streamed request.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class Row(NamedTuple):
     share: float = 0.0
     step_ms: float = 0.0
     host_ms: float = 0.0
+    idle_share: float = 0.0
+    """Time in which the GPU computed no step."""
     prefill_share: float = 0.0
     """Steps that also prefill."""
     gaps_ms: tuple[float, float] = (0.0, 0.0)
@@ -116,6 +119,7 @@ class Counters(NamedTuple):
     steps: float
     prefill_steps: float
     wait_s: float
+    busy_s: float
 
 
 class Server:
@@ -137,7 +141,9 @@ class Server:
         page = await self.http.request("GET", endpoint.url, "/metrics", None, 10.0, headers)
         values = dict(re.findall(r"^headrace_(\w+) ([\d.e+-]+)$", page.content.decode(), re.MULTILINE))
         names = ("requests_running", "tokens_sampled_total", "steps_total", "prefill_steps_total")
-        numbers = [float(values.get(name, 0)) for name in (*names, "device_wait_seconds_total")]
+        numbers = [
+            float(values.get(name, 0)) for name in (*names, "device_wait_seconds_total", "device_busy_seconds_total")
+        ]
         return Counters(time.perf_counter(), *numbers)
 
     async def stream(self, tokens: list[int], count: int, times: list[float]) -> None:
@@ -262,6 +268,7 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
         "running": mean(each.running for each in counters),
         "step_ms": 1e3 * seconds / steps,
         "host_ms": 1e3 * (seconds - (last.wait_s - first.wait_s)) / steps,
+        "idle_share": 1 - (last.busy_s - first.busy_s) / seconds,
         "prefill_share": (last.prefill_steps - first.prefill_steps) / steps,
         "gaps_ms": (cuts[49], cuts[98]),
         "updates": len(updated),
@@ -357,7 +364,7 @@ def table_of(rows: list[Row]) -> Table:
     table = Table(title="steady traffic, groups of 8, new weights after every 256 completions")
     for column in ("model", "traffic", "KV on update", "engine"):
         table.add_column(column)
-    for column in ("tokens/s", "running", "share", "ms/step", "host ms", "with prefill", "between tokens ms"):
+    for column in ("tokens/s", "running", "share", "ms/step", "host ms", "idle", "with prefill", "between tokens ms"):
         table.add_column(column, justify="right")
     table.add_column("updates", justify="right")
     for row in rows:
@@ -372,6 +379,7 @@ def table_of(rows: list[Row]) -> Table:
             f"{row.share:.2f}",
             f"{row.step_ms:.2f}",
             f"{row.host_ms:.2f}",
+            f"{row.idle_share:.0%}",
             f"{row.prefill_share:.0%}",
             f"{row.gaps_ms[0]:.1f}, {row.gaps_ms[1]:.1f}",
             f"{row.updates} of {row.update_ms:.0f} ms, gap {row.update_gap_ms:.1f}",

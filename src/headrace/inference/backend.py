@@ -118,6 +118,8 @@ class EngineState(msgspec.Struct):
     """Those that also computed prompt tokens."""
     device_wait_s: float = 0.0
     """Seconds for which the embedded engine waited for the results of its steps."""
+    device_busy_s: float = 0.0
+    """Seconds for which the GPU computed its steps."""
 
 
 class Generation(Protocol):

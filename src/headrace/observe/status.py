@@ -223,7 +223,7 @@ class _Format(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
         text = f"{self.formatTime(record, '%H:%M:%S')} {level}{self._prefix}{record.getMessage()}"
-        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
 
 
 def setup_logging(prefix: str = "") -> None:

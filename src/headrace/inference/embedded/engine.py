@@ -95,7 +95,7 @@ class Engine:
         self.paused = False
         self.tokens_sampled = 0
         self.steps = self.prefill_steps = 0
-        self.device_wait_s = 0.0
+        self.device_wait_s = self.device_busy_s = 0.0
         self.finished: Counter[str] = Counter()
         longest = blocks_for(max_model_len)
         blocks = 1 + max(longest, max_running * longest if kv_blocks is None else kv_blocks)
@@ -187,6 +187,7 @@ class Engine:
             steps=self.steps,
             prefill_steps=self.prefill_steps,
             device_wait_s=self.device_wait_s,
+            device_busy_s=self.device_busy_s,
             preemptions=scheduler.preemptions,
             finished=dict(self.finished),
             adapters=self.adapters.names,
@@ -303,6 +304,7 @@ class Engine:
         begun = time.perf_counter()
         output = launched.output()
         self.device_wait_s += time.perf_counter() - begun
+        self.device_busy_s += launched.device_seconds()
         finished: list[Request] = []
         log_masses, alternatives = output.log_masses or itertools.repeat(0.0), output.alternatives
         for request, token, logprob, log_mass in zip(*output[:3], log_masses, strict=False):
@@ -354,6 +356,6 @@ class Engine:
 
     def reset_counters(self) -> None:
         self.tokens_sampled = self.steps = self.prefill_steps = 0
-        self.device_wait_s = 0.0
+        self.device_wait_s = self.device_busy_s = 0.0
         self.finished.clear()
         self.scheduler.reset_counters()

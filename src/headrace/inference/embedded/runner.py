@@ -54,6 +54,9 @@ class LaunchedStep(Protocol):
     def output(self) -> StepOutput:
         """Wait until the step is computed, and return its output."""
 
+    def device_seconds(self) -> float:
+        """Return how long a GPU computed the step, once its output was read; 0 on a CPU."""
+
 
 class FinishedStep(NamedTuple):
     """A step that was computed when it was launched."""
@@ -67,6 +70,9 @@ class FinishedStep(NamedTuple):
 
     def output(self) -> StepOutput:
         return self.result
+
+    def device_seconds(self) -> float:
+        return 0.0
 
 
 class Runner(Protocol):

@@ -98,6 +98,7 @@ def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
         ("tokens_cached_total", "counter", "Prompt tokens that the prefix cache had.", state.tokens_cached),
         ("steps_total", "counter", "Forwards of the embedded engine.", state.steps),
         ("prefill_steps_total", "counter", "Those that also computed prompt tokens.", state.prefill_steps),
+        ("device_busy_seconds_total", "counter", "Seconds of a GPU on steps.", state.device_busy_s),
         ("device_wait_seconds_total", "counter", "Seconds of waiting for the results of steps.", state.device_wait_s),
         ("preemptions_total", "counter", "Requests that were preempted for lack of KV cache.", state.preemptions),
         ("hand_overs_total", "counter", "Times the device lock was handed to the trainer.", state.hand_overs),

@@ -106,18 +106,22 @@ class CudaRunner:
         self._sampled = torch.zeros(2, 2 * largest, dtype=torch.float64, device=self._device)
         """Tokens and logprobs: by row in the first half, of long prefills in the second."""
         self._host_outputs = deque(self._make_host_output() for _ in range(2))
-        """Memory for the sampled tokens of two steps, and when it was last written."""
+        """Memory for the sampled tokens of two steps, and when a step began and wrote it."""
         self._layers = CompiledLayers(model) if compile else None
         self._graphs = StepGraphs(self._compute) if graphs else None
         with torch.inference_mode():
             self._warm_up()
 
-    def _make_host_output(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _make_host_output(self) -> tuple[Tensor, StepTimes | None]:
         on_gpu = self._device.type == "cuda"
         memory = torch.zeros(self._sampled.shape, dtype=torch.float64, pin_memory=on_gpu)
-        return memory, torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        return memory, StepTimes.make() if on_gpu else None
 
     def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> CudaStep:
+        host, times = self._host_outputs[0]
+        self._host_outputs.rotate()
+        if times is not None:
+            times.begun.record()
         self._storage.clear_blocks(unverified_blocks)
         unverified_blocks.clear()
         decodes, prefills, others = self._split(plan)
@@ -132,13 +136,11 @@ class CudaRunner:
             requests, prefill_logits = self._prefill(plan, others)
             if prefill_logits is not None:
                 parts.append(SampledPart(requests, range(len(requests)), prefill_logits, self._largest))
-        host, copied = self._host_outputs[0]
-        self._host_outputs.rotate()
         host.copy_(self._sampled, non_blocking=True)
-        if copied is not None:
-            copied.record()
+        if times is not None:
+            times.ended.record()
         is_plain = not others and all(request.is_plain for part in parts for request in part.requests)
-        return CudaStep(parts, host, copied, allows_next=is_plain)
+        return CudaStep(parts, host, times, allows_next=is_plain)
 
     def _split(self, plan: StepPlan) -> tuple[list[Request], list[PrefillRow], list[Chunk]]:
         """Return decodes and prefills that are computed together, and chunks that need a forward of their own.
@@ -307,14 +309,24 @@ class SampledPart(NamedTuple):
         return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits))
 
 
+class StepTimes(NamedTuple):
+    """When the GPU began and ended a step."""
+
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    @classmethod
+    def make(cls) -> StepTimes:
+        return cls(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[no-untyped-call]
+
+
 class CudaStep(NamedTuple):
     """A step in the GPU's queue."""
 
     parts: list[SampledPart]
     host: Tensor
     """Gets the sampled tokens and logprobs."""
-    copied: torch.cuda.Event | None
-    """When `host` has them."""
+    times: StepTimes | None
     allows_next: bool
 
     @property
@@ -322,8 +334,8 @@ class CudaStep(NamedTuple):
         return [request for part in self.parts for request in part.requests]
 
     def output(self) -> StepOutput:
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.times is not None:
+            self.times.ended.synchronize()
         outputs = [part.output(self.host) for part in self.parts]
         if len(outputs) == 1:
             return outputs[0]
@@ -337,3 +349,6 @@ class CudaStep(NamedTuple):
             log_masses,
             {request: top for each in outputs for request, top in each.alternatives.items()},
         )
+
+    def device_seconds(self) -> float:
+        return 0.0 if self.times is None else self.times.begun.elapsed_time(self.times.ended) / 1e3
