@@ -4,23 +4,17 @@
    token: its result does not depend on the batch. */
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels.h"
+
 #define BLOCK 16  /* tokens, as BLOCK_SIZE in block_manager.py */
-#define ALONE 32768  /* numbers that one core computes in the time that another takes to wake up */
-#define THREADS(numbers) num_threads((numbers) < ALONE ? 1 : threads)
 
 struct shape {  /* sizes and settings of a layer's attention */
     int64_t query_heads, key_heads, dim, window;
     float scaling, eps;
     const float *query_norm, *key_norm;  /* weights of the norm of each head, or null */
-};
-
-struct rows {  /* one row of consecutive numbers per token, `stride` numbers apart */
-    float *first;
-    int64_t stride;
 };
 
 /* e^x within two units in the last place for results above 1e-37; a polynomial, so that compilers vectorize it.
@@ -53,30 +47,71 @@ static inline float inverse_root_mean_square(const float *x, int64_t width, floa
     return 1.0f / sqrtf(sum / width + eps);
 }
 
-/* hidden += added, if given; normed = hidden / its root mean square * weight */
-void add_and_norm(float *hidden, struct rows added, const float *weight, float eps, float *normed, int64_t tokens,
-                  int64_t width, int threads) {
-    #pragma omp parallel for THREADS(tokens * width)
-    for (int64_t token = 0; token < tokens; token++) {
-        float *x = hidden + token * width, *out = normed + token * width;
-        if (added.first) {
-            const float *more = added.first + token * added.stride;
+/* How many things of so many numbers are one part. */
+static inline int64_t per_part(int64_t numbers) { return numbers < PART ? PART / numbers : 1; }
+
+static inline void compute_tokens(compute_part *compute, const void *job, int64_t tokens, int64_t numbers, int threads) {
+    int64_t together = per_part(numbers);
+    compute_parts(compute, job, (tokens + together - 1) / together, threads);
+}
+
+/* Loops over the tokens of a part; a job has their number in `tokens`. */
+#define FOR_TOKENS(numbers) \
+    int64_t together = per_part(numbers), first = part * together, end = first + together; \
+    if (end > job->tokens) end = job->tokens; \
+    for (int64_t token = first; token < end; token++)
+
+struct norm {
+    float *hidden;
+    struct rows added;
+    const float *weight;
+    float eps, *normed;
+    int64_t tokens, width;
+};
+
+static void add_and_norm_part(const void *norm, int64_t part) {
+    const struct norm *job = norm;
+    int64_t width = job->width;
+    FOR_TOKENS(width) {
+        float *x = job->hidden + token * width;
+        if (job->added.first) {
+            const float *more = job->added.first + token * job->added.stride;
             for (int64_t i = 0; i < width; i++) x[i] += more[i];
         }
-        float scale = inverse_root_mean_square(x, width, eps);
-        for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+        if (!job->normed) continue;
+        float scale = inverse_root_mean_square(x, width, job->eps), *out = job->normed + token * width;
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * job->weight[i];
+    }
+}
+
+/* hidden += added, if given; normed, if given, = hidden / its root mean square * weight */
+void add_and_norm(float *hidden, struct rows added, const float *weight, float eps, float *normed, int64_t tokens,
+                  int64_t width, int threads) {
+    struct norm job = {hidden, added, weight, eps, normed, tokens, width};
+    compute_tokens(add_and_norm_part, &job, tokens, width, threads);
+}
+
+struct gate {
+    struct rows gate, up;
+    float *gated;
+    int64_t tokens, width;
+};
+
+static void gate_part(const void *gate, int64_t part) {
+    const struct gate *job = gate;
+    int64_t width = job->width;
+    FOR_TOKENS(width) {
+        const float *g = job->gate.first + token * job->gate.stride, *u = job->up.first + token * job->up.stride;
+        float *out = job->gated + token * width;
+        #pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
     }
 }
 
 /* gated = silu(gate) * up */
 void gate_with_silu(struct rows gate, struct rows up, float *gated, int64_t tokens, int64_t width, int threads) {
-    #pragma omp parallel for THREADS(tokens * width)
-    for (int64_t token = 0; token < tokens; token++) {
-        const float *g = gate.first + token * gate.stride, *u = up.first + token * up.stride;
-        float *out = gated + token * width;
-        #pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
-    }
+    struct gate job = {gate, up, gated, tokens, width};
+    compute_tokens(gate_part, &job, tokens, width, threads);
 }
 
 /* Normalizes (if `weight` is given) and rotates one head. `rotated` may be `head`. */
@@ -93,22 +128,39 @@ static inline void rotate(const float *head, const float *weight, float eps, con
     }
 }
 
+struct rotation {
+    const struct shape *shape;
+    struct rows query, key, value;
+    const float *cosine, *sine;
+    const int64_t *slots;
+    float *keys, *values;
+    int64_t tokens, numbers;
+};
+
+static void rotate_part(const void *rotation, int64_t part) {
+    const struct rotation *job = rotation;
+    const struct shape *shape = job->shape;
+    int64_t dim = shape->dim, width = shape->key_heads * dim;
+    FOR_TOKENS(job->numbers) {
+        const float *c = job->cosine + token * dim, *s = job->sine + token * dim;
+        float *q = job->query.first + token * job->query.stride, *k = job->key.first + token * job->key.stride;
+        for (int64_t head = 0; head < shape->query_heads; head++)
+            rotate(q + head * dim, shape->query_norm, shape->eps, c, s, q + head * dim, dim);
+        float *stored = job->keys + job->slots[token] * width;
+        for (int64_t head = 0; head < shape->key_heads; head++)
+            rotate(k + head * dim, shape->key_norm, shape->eps, c, s, stored + head * dim, dim);
+        memcpy(job->values + job->slots[token] * width, job->value.first + token * job->value.stride,
+               width * sizeof(float));
+    }
+}
+
 /* Rotates queries in place; stores rotated keys and values in their slots of the cache. */
 void rotate_and_store(const struct shape *shape, struct rows query, struct rows key, struct rows value,
                       const float *cosine, const float *sine, const int64_t *slots, float *keys, float *values,
                       int64_t tokens, int threads) {
-    int64_t dim = shape->dim, width = shape->key_heads * dim;
-    #pragma omp parallel for THREADS(tokens * (shape->query_heads + 2 * shape->key_heads) * dim)
-    for (int64_t token = 0; token < tokens; token++) {
-        const float *c = cosine + token * dim, *s = sine + token * dim;
-        float *q = query.first + token * query.stride, *k = key.first + token * key.stride;
-        for (int64_t head = 0; head < shape->query_heads; head++)
-            rotate(q + head * dim, shape->query_norm, shape->eps, c, s, q + head * dim, dim);
-        float *stored = keys + slots[token] * width;
-        for (int64_t head = 0; head < shape->key_heads; head++)
-            rotate(k + head * dim, shape->key_norm, shape->eps, c, s, stored + head * dim, dim);
-        memcpy(values + slots[token] * width, value.first + token * value.stride, width * sizeof(float));
-    }
+    int64_t numbers = (shape->query_heads + 2 * shape->key_heads) * shape->dim;
+    struct rotation job = {shape, query, key, value, cosine, sine, slots, keys, values, tokens, numbers};
+    compute_tokens(rotate_part, &job, tokens, numbers, threads);
 }
 
 /* Finds four consecutive keys or values; past the last, the last one again. */
@@ -162,23 +214,41 @@ static void attend_to(const float *query, const float *keys, const float *values
     }
 }
 
+struct attention {
+    const struct shape *shape;
+    struct rows query;
+    const float *keys, *values;
+    const int64_t *tables;
+    int64_t table_stride;
+    const int64_t *owners, *positions;
+    int64_t longest;
+    float *out;
+    int64_t count, together;  /* heads of keys: of all tokens, of a part */
+};
+
+static void attend_part(const void *attention, int64_t part) {
+    const struct attention *job = attention;
+    const struct shape *shape = job->shape;
+    int64_t dim = shape->dim, heads = shape->key_heads, shared = shape->query_heads / heads;
+    float *weights = malloc(shared * (job->longest + 3) * sizeof(float));
+    for (int64_t i = part * job->together; i < (part + 1) * job->together && i < job->count; i++) {
+        int64_t token = i / heads, head = i % heads, last = job->positions[token], first = 0;
+        int64_t begin = head * shared * dim;
+        if (shape->window && last >= shape->window) first = last - shape->window + 1;
+        attend_to(job->query.first + token * job->query.stride + begin, job->keys + head * dim, job->values + head * dim,
+                  job->tables + job->owners[token] * job->table_stride, first, last, shared, dim, heads * dim,
+                  shape->scaling, weights, job->out + token * shape->query_heads * dim + begin);
+    }
+    free(weights);
+}
+
 /* Causal attention of each token: position p of a request is in block p / BLOCK of its table. */
 void attend(const struct shape *shape, struct rows query, const float *keys, const float *values,
             const int64_t *tables, int64_t table_stride, const int64_t *owners, const int64_t *positions,
             int64_t longest, float *out, int64_t tokens, int threads) {
-    int64_t dim = shape->dim, heads = shape->key_heads, shared = shape->query_heads / heads;
-    #pragma omp parallel THREADS(tokens * longest * dim)
-    {
-        float *weights = malloc(shared * (longest + 3) * sizeof(float));
-        #pragma omp for collapse(2) schedule(dynamic, 2)
-        for (int64_t token = 0; token < tokens; token++)
-            for (int64_t head = 0; head < heads; head++) {
-                int64_t last = positions[token], first = 0, begin = head * shared * dim;
-                if (shape->window && last >= shape->window) first = last - shape->window + 1;
-                attend_to(query.first + token * query.stride + begin, keys + head * dim, values + head * dim,
-                          tables + owners[token] * table_stride, first, last, shared, dim, heads * dim, shape->scaling,
-                          weights, out + token * shape->query_heads * dim + begin);
-            }
-        free(weights);
-    }
+    if (!tokens) return;
+    int64_t count = tokens * shape->key_heads, together = per_part(longest * shape->dim);
+    struct attention job = {shape, query, keys, values, tables, table_stride, owners, positions, longest, out, count,
+                            together};
+    compute_parts(attend_part, &job, (count + together - 1) / together, threads);
 }

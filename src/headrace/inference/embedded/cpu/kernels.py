@@ -1,7 +1,7 @@
-"""The functions of `kernels.c`, compiled once per process by the machine's C compiler, for its CPU.
+"""The functions of `kernels.c` and `products.c`, compiled once per process by the machine's C compiler, for its CPU.
 
-Compilation takes half a second, and no file is kept that could be out of date. The kernels use torch's threads, since a
-second pool would compete for the cores: they are linked with the GNU OpenMP that torch has loaded (Linux only).
+Compilation takes about a second, and no file is kept that could be out of date. The kernels have a thread pool of their
+own (see `thread_pool.c`): OpenMP's threads, which torch uses, wait for each other, however busy the cores are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
-    *("-shared", "-nodefaultlibs", "-Wl,-z,defs"),  # no OpenMP but the one that is named
-)
-COMPILERS = ("gcc", "cc")
-"""In the order in which they are tried. Clang fails: it links its own OpenMP, which torch has not loaded."""
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "thread_pool.c")]
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-pthread", "-fPIC", "-shared")
+COMPILERS = ("gcc", "cc", "clang")
+"""In the order in which they are tried."""
 COMPILE_TIMEOUT_S = 60
 
 _number, _pointer, _float, _threads = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
@@ -61,6 +58,7 @@ def rows(states: Tensor) -> Rows:
 
 
 SIGNATURES = {
+    "multiply": (Rows, _pointer, _pointer, _pointer, _number, _number, _number, _threads),
     "add_and_norm": (_pointer, Rows, _pointer, _float, _pointer, _number, _number, _threads),
     "gate_with_silu": (Rows, Rows, _pointer, _number, _number, _threads),
     "rotate_and_store": (
@@ -78,16 +76,13 @@ SIGNATURES = {
 def load_kernels() -> ctypes.CDLL | None:
     """Compile and return the functions of `SIGNATURES`; None, with a log line, if they cannot be compiled."""
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text().splitlines() if maps.exists() else []
-    openmp = next((line[line.index("/") :] for line in loaded if "/libgomp" in line), None)
-    if not compilers or openmp is None:
-        log.info("layers are not fused: there is no %s", "GNU OpenMP in torch" if openmp is None else "C compiler")
+    if not compilers:
+        log.info("layers are not fused: there is no C compiler")
         return None
     errors = []
     for compiler in compilers:
         try:
-            return _compile(compiler, openmp)
+            return _compile(compiler)
         except (OSError, subprocess.SubprocessError) as error:
             output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
             errors.append(f"{compiler} failed: {output.strip()[-500:]}")
@@ -95,14 +90,15 @@ def load_kernels() -> ctypes.CDLL | None:
     return None
 
 
-def _compile(compiler: str, openmp: str) -> ctypes.CDLL:
+def _compile(compiler: str) -> ctypes.CDLL:
     """Compile the kernels; raises OSError also if the temporary folder does not allow execution."""
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "kernels.so")
-        command = [compiler, *FLAGS, str(SOURCE), "-o", library, openmp, "-lm", "-lc"]
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", library, "-lm"]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
         loaded = ctypes.CDLL(library)
     for name, signature in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, None
+    loaded.panel_width.restype = _number
     return loaded

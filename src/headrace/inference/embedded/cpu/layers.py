@@ -75,7 +75,11 @@ class FusedLayer:
         gate, up = self._mlp.gate_proj(normed), self._mlp.up_proj(normed)
         gated = torch.empty(gate.shape)
         self._kernels.gate_with_silu(rows(gate), rows(up), gated.data_ptr(), *gate.shape[1:], threads)
-        return hidden_states.add_(self._mlp.down_proj(gated))
+        added = self._mlp.down_proj(gated)
+        self._kernels.add_and_norm(
+            hidden_states.data_ptr(), rows(added), None, 0.0, None, *hidden_states.shape[1:], threads
+        )
+        return hidden_states
 
     def _norm(self, hidden: Tensor, added: Tensor | None, which: int, threads: int) -> Tensor:
         """Add `added` to the hidden states in place, and return their norm."""

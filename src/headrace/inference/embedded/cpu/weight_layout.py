@@ -1,43 +1,39 @@
 """Memory layout of weights on a CPU, for fast products of tens of rows.
 
-A decode step multiplies few rows, which is slow with row-major weights. Large matrices get a second copy in oneDNN's
-packed format; small ones, where oneDNN's call costs more than it gains, are stored column-major. Linear layers with
-the same input (query, key and value; gate and up) are copied as one matrix, and multiplied at once. Values and shapes
-do not change.
+A decode step multiplies few rows, which is slow with row-major weights. They get a second copy in the panels that the
+kernel for products reads (see `products.c`); without kernels, or in other types than float32, they are column-major.
+Linear layers with the same input (query, key and value; gate and up) are copied as one matrix, and multiplied at once.
+Values and shapes do not change.
 
-Left out on purpose: one copy instead of two. A single row is fastest with row-major weights, and new weights, adapters
-and files are row-major.
+Left out on purpose: one copy instead of two. New weights, adapters and files are row-major.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
-MIN_PACKED_ENTRIES = 1 << 18
-"""Smallest matrix that gains from packing."""
-PACKED_BATCH_ROWS = 32
-"""Batch size that weights are packed for; other sizes work as well."""
+from headrace.inference.embedded.cpu.kernels import load_kernels, rows
 
-Reorder = Callable[[Tensor], Tensor]
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Product = Callable[[Tensor], Tensor]
+Layout = Callable[[Tensor, Tensor | None], Product]
+"""Copies weights [output, input] and returns the function that multiplies with the copy and adds the bias."""
 
 
 def lay_out_for_small_batches(model: Any) -> None:
     """Change the layout of a model's linear layers for products of few rows."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for layers in _group_by_input(model):
-        entries = sum(layer.weight.numel() for layer in layers)
-        if entries >= MIN_PACKED_ENTRIES and layers[0].weight.dtype == torch.float32 and _can_pack():
-            _multiply_together(layers, _pack, _multiply_packed)
+        if layers[0].weight.dtype == torch.float32 and load_kernels() is not None:
+            _multiply_together(layers, _in_panels)
         elif len(layers) > 1 or id(layers[0].weight) in embeddings:  # embeddings are looked up by row
-            _multiply_together(layers, _to_column_major, linear)
+            _multiply_together(layers, _in_columns)
         else:
             layers[0].weight.data = _to_column_major(layers[0].weight)
 
@@ -63,8 +59,8 @@ def _group_by_input(model: Any) -> list[list[Linear]]:
     return groups
 
 
-def _multiply_together(layers: Sequence[Linear], reorder: Reorder, multiply: Multiply) -> None:
-    copy = _ReorderedCopy(layers, reorder, multiply)
+def _multiply_together(layers: Sequence[Linear], layout: Layout) -> None:
+    copy = _ReorderedCopy(layers, layout)
     for number, layer in enumerate(layers):
         vars(layer)["forward"] = partial(copy.product, number)
 
@@ -75,23 +71,23 @@ class _ReorderedCopy:
     The first layer that gets an input multiplies it for all of them.
     """
 
-    def __init__(self, layers: Sequence[Linear], reorder: Reorder, multiply: Multiply) -> None:
+    def __init__(self, layers: Sequence[Linear], layout: Layout) -> None:
         self._layers = layers
         self._sizes = [layer.out_features for layer in layers]
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self._reorder, self._multiply = reorder, multiply
+        self._layout = layout
         self._input: Tensor | None = None
         self._products: Sequence[Tensor] = ()
         self._renew()
 
     def product(self, number: int, hidden: Tensor) -> Tensor:
         """Return the output of layer `number`."""
-        if hidden.numel() == hidden.shape[-1]:
+        if self._layout is _in_columns and hidden.numel() == hidden.shape[-1]:  # a row is multiplied faster by rows
             return linear(hidden, self._layers[number].weight, self._layers[number].bias)
         if hidden is not self._input:
             if self._copied_versions != self._versions():
                 self._renew()
-            product = self._multiply(hidden, self._weight, self._bias)
+            product = self._multiply(hidden)
             if len(self._sizes) == 1:
                 return product
             self._input = hidden
@@ -102,9 +98,9 @@ class _ReorderedCopy:
         return product
 
     def _renew(self) -> None:
+        weights = [layer.weight.detach() for layer in self._layers]
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
-        self._weight = self._reorder(torch.cat([layer.weight.detach() for layer in self._layers]))
-        self._bias = torch.cat(biases) if biases else None
+        self._multiply = self._layout(torch.cat(weights), torch.cat(biases) if biases else None)
         self._copied_versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -116,19 +112,29 @@ def _to_column_major(weight: Tensor) -> Tensor:
     return weight.detach().t().contiguous().t()
 
 
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_BATCH_ROWS)  # type: ignore[no-any-return]
+def _in_columns(weight: Tensor, bias: Tensor | None) -> Product:
+    return partial(linear, weight=_to_column_major(weight), bias=bias)
 
 
-def _multiply_packed(hidden: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+def _in_panels(weight: Tensor, bias: Tensor | None) -> Product:
+    kernels = load_kernels()
+    assert kernels is not None
+    (width, depth), panel = weight.shape, kernels.panel_width()
+    panels = pad(weight, (0, 0, 0, -width % panel)).view(-1, panel, depth).transpose(1, 2).contiguous()
 
+    def multiply(hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(1, -1, depth)
+        if flat.stride(-1) != 1:
+            flat = flat.contiguous()
+        product = torch.empty(*hidden.shape[:-1], width)
+        kernels.multiply(
+            rows(flat),
+            panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            product.data_ptr(),
+            *(flat.shape[1], depth, width),
+            torch.get_num_threads(),
+        )
+        return product
 
-@cache
-def _can_pack() -> bool:
-    """Return whether this torch packs weights and multiplies with them: the operators are not a public interface."""
-    weight, hidden = torch.eye(64)[:48].contiguous(), torch.arange(192.0).view(1, 3, 64)
-    try:
-        return torch.equal(_multiply_packed(hidden, _pack(weight), None), hidden[..., :48])
-    except (RuntimeError, AttributeError):
-        return False
+    return multiply
