@@ -1,6 +1,7 @@
 """The embedded engine beside transformers' continuous batching, `generate`, vLLM and the bare matrix products.
 
     python -m benchmarks.inference.compare [--threads 2] [--models demo 5M smollm2] [--baseline SRC] [--only mixed]
+                                           [--busy N] [--engines embedded vLLM]
 
 One table of sampled tokens per second, by the clock and by the processor, for equal lengths, lengths spread over a
 factor of eight, and groups of eight that share a prompt. Everyone gets the same prompts and completion lengths,
@@ -10,16 +11,21 @@ fraction of what the matrix products of the load would reach alone, `embedded` h
 
 vLLM is asked where $HEADRACE_VLLM_PYTHON names the Python of its environment. SmolLM2 is made at first use (see
 `benchmarks.models`). `--baseline` measures the embedded engine of another source tree, too.
+
+`--busy N` runs N endless loops beside every measurement, and adds a row for the embedded engine with one thread. With
+two loops on two cores, fair shares are half of the machine for two threads and a third for one. `--engines` leaves out
+what takes minutes under such a load.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -64,6 +70,8 @@ class Entry(NamedTuple):
     options: dict[str, Any]
     python: str = sys.executable
     environment: Mapping[str, str] = MappingProxyType({})
+    threads: int | None = None
+    """Instead of the number that all others have."""
 
 
 def cases(names: list[str], scratch: Path) -> list[Case]:
@@ -80,8 +88,8 @@ def cases(names: list[str], scratch: Path) -> list[Case]:
     return found
 
 
-def entries(case: Case, baseline: Path | None) -> list[Entry]:
-    """Who is asked. vLLM only where its Python is known."""
+def entries(case: Case, baseline: Path | None, busy: int) -> list[Entry]:
+    """Return the contenders; vLLM only where its Python is known."""
     longest = max(load.longest for load in case.loads)
     concurrent = max(load.concurrent for load in case.loads)
     ours: dict[str, Any] = {"max_model_len": longest + 1}
@@ -95,38 +103,55 @@ def entries(case: Case, baseline: Path | None) -> list[Entry]:
     ]
     if baseline is not None:
         found.insert(1, Entry(f"embedded of {baseline}", "embedded", ours, environment={"PYTHONPATH": str(baseline)}))
+    if busy:
+        found.insert(1, Entry(f"{EMBEDDED}, one thread", "embedded", ours, threads=1))
     if python := os.environ.get(VLLM_PYTHON):
         options = {**ours, "concurrent": concurrent}
         found.insert(-1, Entry("vLLM", "vllm_offline", options, python=python, environment=VLLM_ENVIRONMENT))
     return found
 
 
-def measure(case: Case, load: Load, workers: dict[str, Worker], vocab: int) -> dict[str, list[Seconds]]:
-    """Every contender in turn, as often as the case wants."""
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Run processes that never wait."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def measure(case: Case, load: Load, workers: dict[str, Worker], vocab: int, busy: int) -> dict[str, list[Seconds]]:
+    """Ask every contender in turn, as often as the case wants, beside `busy` endless loops."""
     found: dict[str, list[Seconds]] = {name: [] for name in workers}
     for repetition in range(case.repetitions):
         jobs = load.jobs(vocab, seed=repetition)
         for name, worker in workers.items():
-            found[name].append(worker.ask(jobs, load.concurrent))
+            with busy_loops(busy):
+                found[name].append(worker.ask(jobs, load.concurrent))
             rate = sum(job.completion for job in jobs) / found[name][-1].wall
             print(f"{case.name}, {load.name}, {name}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
     return found
 
 
-def compare(case: Case, threads: int, baseline: Path | None, only: list[str], table: Table) -> None:
+def compare(case: Case, arguments: argparse.Namespace, table: Table) -> None:
     vocab = AutoConfig.from_pretrained(case.directory).vocab_size
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
-        for entry in entries(case, baseline):
-            environment = {**entry.environment, "OMP_NUM_THREADS": str(threads)}
+        for entry in entries(case, arguments.baseline, arguments.busy):
+            if arguments.engines and not entry.name.startswith((*arguments.engines, CEILING)):
+                continue
+            environment = {**entry.environment, "OMP_NUM_THREADS": str(entry.threads or arguments.threads)}
             process = running(entry.module, case.directory, entry.options, python=entry.python, environment=environment)
             workers[entry.name] = stack.enter_context(process)
         for worker in workers.values():  # one after the other: they come up while others still load
             warm_up = case.loads[1]._replace(requests=8, completions=(4, 4))
             worker.ask(warm_up.jobs(vocab, WARM_UP_SEED), warm_up.concurrent)
         for load in case.loads:
-            if not only or load.name in only:
-                add_rows(table, case, load, measure(case, load, workers, vocab), vocab)
+            if not arguments.only or load.name in arguments.only:
+                add_rows(table, case, load, measure(case, load, workers, vocab, arguments.busy), vocab)
 
 
 def add_rows(table: Table, case: Case, load: Load, found: dict[str, list[Seconds]], vocab: int) -> None:
@@ -158,8 +183,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, help="of every measurement; by default what is known to be enough")
     parser.add_argument("--only", nargs="+", default=[], metavar="LOAD", help="equal, mixed, 'groups of 8'")
     parser.add_argument("--baseline", type=Path, help="another source tree whose embedded engine is measured, too")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="endless loops beside every measurement")
+    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="beginnings of names; default: all")
     arguments = parser.parse_args()
-    table = Table(title=f"sampled tokens per second, float32, {arguments.threads} thread(s)")
+    table = Table(
+        title=f"sampled tokens per second, float32, {arguments.threads} thread(s), {arguments.busy} busy loop(s)"
+    )
     for column in ("model", "load: prompt + completion tokens", "engine"):
         table.add_column(column)
     for column in ("tokens/s", "per CPU-s", "of ceiling", "embedded"):
@@ -168,7 +197,7 @@ def main() -> None:
         for case in cases(arguments.models, Path(scratch)):
             if arguments.repetitions is not None:
                 case = case._replace(repetitions=arguments.repetitions)
-            compare(case, arguments.threads, arguments.baseline, arguments.only, table)
+            compare(case, arguments, table)
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
     if VLLM_PYTHON not in os.environ:

@@ -50,7 +50,8 @@ static inline float inverse_root_mean_square(const float *x, int64_t width, floa
 /* How many things of so many numbers are one part. */
 static inline int64_t per_part(int64_t numbers) { return numbers < PART ? PART / numbers : 1; }
 
-static inline void compute_tokens(compute_part *compute, const void *job, int64_t tokens, int64_t numbers, int threads) {
+static inline void compute_tokens(compute_part *compute, const void *job, int64_t tokens, int64_t numbers,
+                                  int threads) {
     int64_t together = per_part(numbers);
     compute_parts(compute, job, (tokens + together - 1) / together, threads);
 }
@@ -233,9 +234,9 @@ static void attend_part(const void *attention, int64_t part) {
     float *weights = malloc(shared * (job->longest + 3) * sizeof(float));
     for (int64_t i = part * job->together; i < (part + 1) * job->together && i < job->count; i++) {
         int64_t token = i / heads, head = i % heads, last = job->positions[token], first = 0;
-        int64_t begin = head * shared * dim;
+        int64_t begin = head * shared * dim, at = head * dim;
         if (shape->window && last >= shape->window) first = last - shape->window + 1;
-        attend_to(job->query.first + token * job->query.stride + begin, job->keys + head * dim, job->values + head * dim,
+        attend_to(job->query.first + token * job->query.stride + begin, job->keys + at, job->values + at,
                   job->tables + job->owners[token] * job->table_stride, first, last, shared, dim, heads * dim,
                   shape->scaling, weights, job->out + token * shape->query_heads * dim + begin);
     }

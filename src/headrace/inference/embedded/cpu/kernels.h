@@ -11,5 +11,5 @@ struct rows {  /* one row of consecutive numbers per token, `stride` numbers apa
 
 typedef void compute_part(const void *job, int64_t part);
 
-/* Computes the parts 0 to parts - 1 of a job, each once and in any order, on up to `threads` threads: see thread_pool.c. */
+/* Computes the parts 0 to parts - 1 of a job, each once, in any order, on up to `threads` threads (thread_pool.c). */
 void compute_parts(compute_part *compute, const void *job, int64_t parts, int threads);

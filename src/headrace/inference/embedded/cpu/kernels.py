@@ -20,7 +20,10 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "thread_pool.c")]
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-pthread", "-fPIC", "-shared")
+FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"),
+    *("-pthread", "-fPIC", "-shared"),
+)
 COMPILERS = ("gcc", "cc", "clang")
 """In the order in which they are tried."""
 COMPILE_TIMEOUT_S = 60

@@ -110,7 +110,8 @@ void multiply(struct rows input, const float *panels, const float *bias, float *
               int64_t width, int threads) {
     int64_t most = BLOCK / depth > 8 * TILE ? BLOCK / depth : 8 * TILE, blocks = (rows + most - 1) / most;
     if (!rows) return;
-    int64_t products = rows / blocks * depth * PANEL, together = products < PART_PRODUCTS ? PART_PRODUCTS / products : 1;
+    int64_t products = rows / blocks * depth * PANEL;
+    int64_t together = products < PART_PRODUCTS ? PART_PRODUCTS / products : 1;
     struct product product = {input, panels, bias, out, rows, depth, width, blocks, together};
     int64_t count = (width + PANEL - 1) / PANEL;
     compute_parts(multiply_part, &product, blocks * ((count + together - 1) / together), threads);

@@ -30,7 +30,11 @@ static struct {
     pthread_mutex_t mutex;
     pthread_cond_t published, finished;
     int helpers;  /* that were started; only the thread with `in_use` reads it */
-} pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .published = PTHREAD_COND_INITIALIZER, .finished = PTHREAD_COND_INITIALIZER};
+} pool = {
+    .mutex = PTHREAD_MUTEX_INITIALIZER,
+    .published = PTHREAD_COND_INITIALIZER,
+    .finished = PTHREAD_COND_INITIALIZER,
+};
 static atomic_flag in_use = ATOMIC_FLAG_INIT;
 
 static int64_t clock_ns(void) {
@@ -84,7 +88,9 @@ static void *help(void *number) {
 
 /* In a forked process, where there are no helpers. */
 static void forget_helpers(void) {
-    pool.helpers = pool.sleeping_helpers = pool.caller_sleeps = 0;
+    pool.helpers = 0;
+    pool.sleeping_helpers = 0;
+    pool.caller_sleeps = 0;
     pthread_mutex_init(&pool.mutex, NULL);
     pthread_cond_init(&pool.published, NULL);
     pthread_cond_init(&pool.finished, NULL);
