@@ -50,6 +50,8 @@ VLLM_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 EMBEDDED, CEILING = "embedded", "matrix products"
+LAUNCHED = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
+"""What the launcher sets for our servers."""
 WARM_UP_SEED = 1_000_000
 
 
@@ -95,7 +97,7 @@ def entries(case: Case, baseline: Path | None, busy: int) -> list[Entry]:
     ours: dict[str, Any] = {"max_model_len": longest + 1}
     batching = "transformers batching"
     found = [
-        Entry(EMBEDDED, "embedded", ours),
+        Entry(EMBEDDED, "embedded", ours, environment=LAUNCHED),
         Entry(batching, "transformers_batching", {**ours, "replaced": False}),
         Entry(f"{batching}, attention replaced", "transformers_batching", {**ours, "replaced": True}),
         Entry("generate, lock-step", "lock_step", {}),
@@ -104,7 +106,7 @@ def entries(case: Case, baseline: Path | None, busy: int) -> list[Entry]:
     if baseline is not None:
         found.insert(1, Entry(f"embedded of {baseline}", "embedded", ours, environment={"PYTHONPATH": str(baseline)}))
     if busy:
-        found.insert(1, Entry(f"{EMBEDDED}, one thread", "embedded", ours, threads=1))
+        found.insert(1, Entry(f"{EMBEDDED}, one thread", "embedded", ours, environment=LAUNCHED, threads=1))
     if python := os.environ.get(VLLM_PYTHON):
         options = {**ours, "concurrent": concurrent}
         found.insert(-1, Entry("vLLM", "vllm_offline", options, python=python, environment=VLLM_ENVIRONMENT))

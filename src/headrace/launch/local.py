@@ -214,8 +214,6 @@ def trainer_process(
     again = [*first, "--resume"]
     shared = usable_cores() if alone else half_the_cores()
     environment = {**thread_env(cores or max(1, shared // ranks)), **gpu_env(gpus)}
-    if alone and "OMP_WAIT_POLICY" not in os.environ:  # spinning threads are slow when another program needs a core
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     return ProcessSpec("trainer", again if resume else first, environment, restart_argv=again)
 
 
@@ -239,15 +237,19 @@ def usable_cores() -> int:
 def half_the_cores() -> int:
     """Return the number of threads of a process that computes beside another one.
 
-    Threads spin while they wait for each other, so that one busy core would stall all of them.
+    OpenMP's threads wait for each other, so that one busy core would stall all of them.
     """
     return max(1, usable_cores() // 2)
 
 
 def thread_env(count: int) -> dict[str, str]:
-    """Return environment variables that limit every numeric library to `count` threads."""
+    """Return environment variables that limit every numeric library to `count` threads, which wait without spinning.
+
+    Spinning threads take the time that another process on their cores needs; a user's own `OMP_WAIT_POLICY` is kept.
+    """
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-    return {**{name: str(count) for name in pools}, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    return {**dict.fromkeys(pools, str(count)), **waiting, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def check_ports(launch: LaunchConfig, inference: InferenceConfig) -> None:
