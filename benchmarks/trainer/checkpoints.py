@@ -1,6 +1,6 @@
 """Checkpoints and publications of the trainer: time that training stops, host memory, speed, and time to resume.
 
-    python -m benchmarks.trainer.checkpoints --model 5m|0.6b|1.7b|4b|8b [--how copy stream torch] [--directory DIR]
+    python -m benchmarks.trainer.checkpoints --model 5m|0.6b|1.7b|4b|8b [--how copy stream torch] [--state-bits 8]
 
 The trainer's own `Learner` with the state of AdamW, of random weights. `copy`: from one copy in host memory; `stream`:
 through a few buckets; `torch`: torch.distributed.checkpoint, as until version 0.9, which needs three copies. Every
@@ -124,26 +124,22 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def make_learner(model: Path, directory: Path, resume: str | None = None) -> Learner:
-    config = TrainingConfig(model={"name": str(model)}, max_steps=10, seq_len=128, compile=False, ckpt={"keep_last": 1})
+def make_learner(model: Path, directory: Path, state_bits: int, resume: str | None = None) -> Learner:
+    config = TrainingConfig(
+        model={"name": str(model)}, max_steps=10, seq_len=128, compile=False, optim={"state_bits": state_bits}
+    )
     return Learner(config, {"ce": ce_loss}, directory, resume)
 
 
 def allocate_state(learner: Learner) -> None:
-    """Give the optimizer the state that it has after a step."""
-    optimizer = learner.optimizer
-    names = [f"{name}.{key}" for name in optimizer.parameters for key in ("step", "exp_avg", "exp_avg_sq")]
-    state = optimizer.empty_state(names)
-    for tensor in state.values():
-        tensor.normal_()
-    optimizer.load_state_tensors(state)
+    """Take a step without gradients, after which the optimizer has its state."""
+    for parameter in learner.optimizer.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.step(0.0)
 
 
 def fingerprint(learner: Learner) -> dict[str, int]:
-    return {
-        name: int(as_bytes(tensor).view(torch.int32).sum(dtype=torch.int64))
-        for name, tensor in saved_tensors(learner).items()
-    }
+    return {name: int(as_bytes(tensor).sum(dtype=torch.int64)) for name, tensor in saved_tensors(learner).items()}
 
 
 def publish(learner: Learner, directory: Path) -> list[float]:
@@ -170,11 +166,11 @@ def pin(size: int, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def main(size: str, how: list[str], directory: Path) -> None:
+def main(size: str, how: list[str], state_bits: int, directory: Path) -> None:
     console = Console(width=120)
     model = directory / "model"
     write_qwen3_5m(model) if size == "5m" else write_qwen3(model, size)
-    learner = make_learner(model, directory / "checkpoints")
+    learner = make_learner(model, directory / "checkpoints", state_bits)
     for file in model.glob("*.safetensors"):
         file.unlink()  # its room on the disk is needed
     allocate_state(learner)
@@ -194,7 +190,7 @@ def main(size: str, how: list[str], directory: Path) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     start = time.perf_counter()
-    resumed = make_learner(model, directory / "checkpoints", "latest")
+    resumed = make_learner(model, directory / "checkpoints", state_bits, "latest")
     synchronize()
     resume = time.perf_counter() - start
     table = Table("how", "GB", "stopped s", "GB/s", "complete s", "memory GB", "x size", "resume s")
@@ -216,7 +212,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure checkpoints and publications of the trainer.")
     parser.add_argument("--model", choices=["5m", "0.6b", "1.7b", "4b", "8b"], default="5m")
     parser.add_argument("--how", nargs="+", choices=["torch", "stream", "copy"], default=["stream", "copy"])
+    parser.add_argument("--state-bits", type=int, choices=[8, 32], default=32, help="of each of AdamW's moments")
     parser.add_argument("--directory", type=Path, help="where checkpoints are written (default: a temporary directory)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as work:
-        main(arguments.model, arguments.how, Path(work))
+        main(arguments.model, arguments.how, arguments.state_bits, Path(work))

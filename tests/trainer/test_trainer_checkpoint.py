@@ -76,6 +76,15 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_bit_for_bit(make_learne
         assert torch.equal(tensor, moments[name]), name
 
 
+def test_the_size_of_a_checkpoint_is_known_before_the_first_step(make_learner: MakeLearner):
+    learner = make_learner()
+    planned = learner.plan_checkpoints()
+    learn(learner, 1, 1)
+    state = learner.optimizer.state_tensors()
+    saved = [*learner.model.learned().values(), *(value for name, value in state.items() if not name.endswith(".step"))]
+    assert planned == sum(tensor.nbytes for tensor in saved)
+
+
 def test_a_damaged_checkpoint_is_named_with_what_to_do(make_learner: MakeLearner):
     learner = make_learner()
     learn(learner, 1, 1)

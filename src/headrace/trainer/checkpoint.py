@@ -87,6 +87,8 @@ class Checkpoints:
 
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:
         """Start to write the tensors, which may change after the return, once the previous checkpoint is complete."""
+        if self._unfinished is not None and not self._unfinished[-1].is_done:
+            log.info("training waits until the checkpoint of step %d is written", self._unfinished[0])
         self.finish(wait=True)
         draft = self.directory / f".{_name(state.step)}.tmp"
         if self.ranks.first:
