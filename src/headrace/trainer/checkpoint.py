@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -68,6 +69,8 @@ class Checkpoints:
         """Whether a checkpoint is copied to host memory as a whole; None until that is decided."""
         self._unfinished: tuple[int, Path, TensorFileWriter] | None = None
         """Step and draft of the checkpoint that is being written."""
+        self._cleaner = ThreadPoolExecutor(1, "old-checkpoints")
+        self._deletions: list[Future[None]] = []
         if ranks.first:
             sweep(directory)
             sweep(directory / PERMANENT)
@@ -104,17 +107,21 @@ class Checkpoints:
         self._unfinished = state.step, draft, writer
 
     def finish(self, *, wait: bool = False) -> int | None:
-        """Complete the checkpoint that is being written, if all ranks have written their shards; return its step."""
-        if self._unfinished is None:
-            return None
-        step, draft, writer = self._unfinished
-        if not (wait or self.ranks.all(writer.is_done)):
-            return None
-        self._unfinished = None
-        digests = self.ranks.gather((writer.path.name, writer.finish()))
-        if self.ranks.first:
-            self._complete(draft, CheckpointMarker(step, tensors=dict(digests)))
-        self.ranks.wait_for_all()
+        """Complete the checkpoint that is being written, if all ranks have written their shards; return its step.
+
+        Old checkpoints are deleted in the background; `wait` also waits for that.
+        """
+        step = None
+        if self._unfinished is not None and (wait or self.ranks.all(self._unfinished[-1].is_done)):
+            step, draft, writer = self._unfinished
+            self._unfinished = None
+            digests = self.ranks.gather((writer.path.name, writer.finish()))
+            if self.ranks.first:
+                self._complete(draft, CheckpointMarker(step, tensors=dict(digests)))
+            self.ranks.wait_for_all()
+        if wait:
+            while self._deletions:
+                self._deletions.pop().result()
         return step
 
     def _complete(self, draft: Path, marker: CheckpointMarker) -> None:
@@ -129,11 +136,13 @@ class Checkpoints:
             # Before the rename: a complete checkpoint is never saved again.
             link_tree(draft, self.directory / PERMANENT / final.name)
         if final.exists():
-            _delete(final)
+            _invalidate(final)
+            shutil.rmtree(final)
         os.replace(draft, final)
         sync(self.directory)
         for old in complete(self.directory)[: -self.keep_last]:
-            _delete(old)
+            _invalidate(old)
+            self._deletions.append(self._cleaner.submit(shutil.rmtree, old))  # of a large file it takes seconds
 
 
 def sweep(directory: Path) -> None:
@@ -216,6 +225,6 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _delete(checkpoint: Path) -> None:
-    (checkpoint / MARKER).unlink()  # first, so that a partly deleted checkpoint is incomplete
-    shutil.rmtree(checkpoint)
+def _invalidate(checkpoint: Path) -> None:
+    """Delete the marker, before the rest, so that a partly deleted checkpoint is incomplete."""
+    (checkpoint / MARKER).unlink()
