@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from headrace.inference.backend import EngineError, RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.loading import UnsupportedModel, check_engine
 from headrace.inference.embedded.request import PENDING
+from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, write_adapter

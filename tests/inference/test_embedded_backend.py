@@ -21,8 +21,8 @@ from headrace.inference.backend import (
 )
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.loading import UnsupportedModel
 from headrace.inference.embedded.messages import FROM_ENGINE, TO_ENGINE, Cancel, Error, Failed, Frames, frame
+from headrace.inference.embedded.self_check import UnsupportedModel
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version

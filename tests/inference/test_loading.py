@@ -11,18 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import BadInput
 from headrace.inference.embedded import loading
-from headrace.inference.embedded.batch import AttentionGroup
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import (
-    UnsupportedModel,
-    check_engine,
     eos_token_ids,
     kv_blocks,
     load_model,
     max_model_len,
     refuse_unsupported,
 )
+from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_like_plain, plain_logprobs, run_all, weights_of
@@ -85,22 +83,6 @@ def test_chunked_attention_is_refused_by_name() -> None:
     config = transformers.Llama4TextConfig(**SIZES, num_local_experts=2)
     with refused(UnsupportedModel, key="model", value="Llama4ForCausalLM"):
         refuse_unsupported(AutoModelForCausalLM.from_config(config), 64)
-
-
-def test_attention_that_the_engine_lacks_is_found_by_the_check() -> None:
-    config = transformers.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
-    engine = Engine(AutoModelForCausalLM.from_config(config), max_model_len=64)
-    with pytest.raises(UnsupportedModel, match=r"GptOssForCausalLM.*attention sinks"):
-        check_engine(engine)
-
-
-def test_a_model_that_computes_something_else_is_found_by_the_check(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(model, max_model_len=64, compile=False)
-    monkeypatch.setattr(AttentionGroup, "mask", lambda group, _: torch.zeros(group.count, 1, group.width, group.keys))
-    with pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM"):
-        check_engine(engine)
 
 
 def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> None:

@@ -1,8 +1,7 @@
 """Loading of a model for the embedded engine: support checks, and the size of its KV cache.
 
-The engine has its own attention and KV cache, for full and sliding-window attention. At load, its logprobs of two short
-texts are compared with those of the model's own attention. Left out on purpose: long texts, so that an error that only
-they would show (say, in a window of thousands of tokens) is not ids.
+The engine has its own attention and KV cache, for full and sliding-window attention; see `self_check` for the
+comparison with the model's own.
 """
 
 from __future__ import annotations
@@ -18,30 +17,21 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.config.inference import InferenceConfig
-from headrace.errors import BadInput
-from headrace.inference.backend import EngineError, resolve_max_model_len
+from headrace.inference.backend import resolve_max_model_len
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.runner import key_shapes
+from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
-from headrace.inference.schema import SamplingParams
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 """Types whose positions depend on the longest sequence of a forward."""
-CHECK_PROMPT_TOKENS = (40, 3)
-"""Lengths of the prompts that the check computes in one batch."""
 MAX_BFLOAT16_SLOWDOWN = 8
 """How many times slower than float32 bfloat16 may be on a CPU that has instructions for it."""
-MAX_MEAN_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""Mean difference of logprobs above which a model is refused: rounding stays far below, a wrong mask far above."""
-
-
-class UnsupportedModel(BadInput):
-    """The embedded engine cannot sample from this model."""
 
 
 def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool = False) -> Any:
@@ -176,43 +166,3 @@ def eos_token_ids(model: Any, *others: int | None) -> set[int]:
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, Iterable) else [] if value is None else [value])
     return ids
-
-
-def check_engine(engine: Engine) -> None:
-    """Raise unless the engine computes the same logprobs for two random prompts as the model's own attention."""
-    generator = torch.Generator().manual_seed(0)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
-    requests = []
-    for length in CHECK_PROMPT_TOKENS:
-        size = (max(1, min(length, engine.max_model_len - 4)),)
-        requests.append(engine.submit(torch.randint(engine.vocab_size, size, generator=generator).tolist(), params))
-    while engine.has_work:
-        engine.step()
-    engine.reset_counters()
-    name = type(engine.model).__name__
-    try:
-        results = [request.future.result() for request in requests]
-    except EngineError as error:
-        raise UnsupportedModel(f"the embedded engine cannot run {name}: {error}") from error
-    ours = [torch.tensor((result.prompt_logprobs or [])[1:] + result.logprobs) for result in results]
-    plain = [_plain_logprobs(engine.model, request.tokens) for request in requests]
-    difference = (torch.cat(ours) - torch.cat(plain)).abs().mean().item()
-    tolerance = MAX_MEAN_DIFFERENCE[engine.model.dtype]
-    if not difference <= tolerance:
-        raise UnsupportedModel(
-            f"the embedded engine does not reproduce {name}: logprobs differ by {difference:.2g} on average, more than "
-            f"rounding explains ({tolerance:.2g}); its attention probably has a feature that the engine lacks"
-        )
-
-
-@torch.inference_mode()
-def _plain_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Return each token's logprob after those before it, by the model's own attention."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        ids = torch.tensor([tokens], device=model.device)
-        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
-        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu()
-    finally:
-        model.set_attn_implementation(before)
