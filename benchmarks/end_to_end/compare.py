@@ -123,7 +123,7 @@ def execute(who: str, settings: Settings, place: Path, limits: Limits) -> Run:
             )
         window = began + points[WARM_UP_STEPS - 1].seconds, began + points[-1].seconds
         busy = load.share(*window)
-    return Run(who, settings.seed, began - started, busy, points, settings.rollouts, device_wait(counters, *window))
+    return Run(who, settings.seed, began - started, busy, points, settings.rollouts, device_busy(counters, *window))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -137,12 +137,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def device_wait(counters: Sequence[dict[str, float]], start: float, end: float) -> float:
-    """Return the seconds that the embedded engine waited for the GPU between two moments."""
+def device_busy(counters: Sequence[dict[str, float]], start: float, end: float) -> float:
+    """Return the seconds for which the GPU computed the embedded engine's steps between two moments."""
     within = [each for each in counters if start <= each["at"] <= end]
     if len(within) < 2 or not within[-1].get("steps_total"):
         return UNKNOWN
-    waited = within[-1]["device_wait_seconds_total"] - within[0]["device_wait_seconds_total"]
+    waited = within[-1]["device_busy_seconds_total"] - within[0]["device_busy_seconds_total"]
     return waited * (end - start) / (within[-1]["at"] - within[0]["at"])
 
 

@@ -27,8 +27,8 @@ class Run(NamedTuple):
     points: list[Point]
     rollouts: int
     """Of a step."""
-    device_wait_s: float = UNKNOWN
-    """Time within the measured steps for which the embedded engine waited for the GPU."""
+    device_busy_s: float = UNKNOWN
+    """Time within the measured steps for which the GPU computed the embedded engine's steps."""
 
     @property
     def rollouts_per_second(self) -> float:
@@ -62,7 +62,7 @@ def step_table(runs: Sequence[Run], warm_up: int) -> Table:
     table = Table(title=f"a step, from step {warm_up + 1} on: median (least to most)", caption=STEP_CAPTION)
     table.add_column("")
     measures = ("s a step", "headrace's", "tokens/s", "tokens", "sampling s", "training s")
-    for column in (*measures, "host, idle", "GPU busy", "reward", "start s"):
+    for column in (*measures, "idle", "GPU busy", "reward", "start s"):
         table.add_column(column, justify="right")
     ours = [run for run in runs if run.who == "headrace"]
     reference = known_median([seconds for run in ours for seconds, _ in measured_steps(run, warm_up)])
@@ -82,7 +82,7 @@ def step_table(runs: Sequence[Run], warm_up: int) -> Table:
             f"{tokens:.0f}",
             f"{seconds - training_s:.2f}",
             f"{training_s:.2f}",
-            share(mean(host_and_idle_share(run, warm_up) for run in own)),
+            share(mean(idle_share(run, warm_up) for run in own)),
             share(mean(run.busy for run in own)),
             f"{mean(run.points[0].reward for run in own):.3f} > {mean(tail(run) for run in own):.3f}",
             f"{median(run.start for run in own):.0f}",
@@ -92,8 +92,8 @@ def step_table(runs: Sequence[Run], warm_up: int) -> Table:
 
 STEP_CAPTION = (
     "headrace's: its step as a share of this one. tokens: mean of a completion. training: what is not sampling "
-    "(forward, backward, optimizer, new weights). host, idle: the share of sampling in which the embedded engine does "
-    "not wait for the GPU, an upper bound of the GPU's own idle time"
+    "(forward, backward, optimizer, new weights). idle: the share of sampling in which the GPU "
+    "computes no step of the embedded engine"
 )
 
 
@@ -102,10 +102,10 @@ def measured_steps(run: Run, warm_up: int) -> list[tuple[float, float]]:
     return [(after.seconds - point.seconds, point.training_s) for point, after in pairwise(run.points[warm_up - 1 :])]
 
 
-def host_and_idle_share(run: Run, warm_up: int) -> float:
+def idle_share(run: Run, warm_up: int) -> float:
     steps = measured_steps(run, warm_up)
     sampling_s = sum(seconds for seconds, _ in steps) - len(steps) * known_median([training for _, training in steps])
-    return 1 - run.device_wait_s / sampling_s
+    return 1 - run.device_busy_s / sampling_s
 
 
 def known_median(values: Sequence[float]) -> float:

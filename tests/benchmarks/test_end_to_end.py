@@ -4,9 +4,9 @@ import json
 import pytest
 import torch
 from benchmarks.end_to_end import headrace_run, trl_run
-from benchmarks.end_to_end.compare import device_wait
+from benchmarks.end_to_end.compare import device_busy
 from benchmarks.end_to_end.gsm8k import coin
-from benchmarks.end_to_end.report import Run, host_and_idle_share, measured_steps
+from benchmarks.end_to_end.report import Run, idle_share, measured_steps
 from benchmarks.end_to_end.settings import Point, Settings, drawn_prompts
 from benchmarks.end_to_end.stand_in import ADVANCE, STAGES, stages_of_tokens, write_stand_in
 
@@ -79,19 +79,19 @@ def test_training_of_headrace_is_what_the_trainer_does_while_the_engine_waits(tm
     assert headrace_run.read(tmp_path) == (100.0, [Point(1, 10.0, 0.5, 0.25, 283.0, 0.75)])
 
 
-def test_host_and_idle_time_is_sampling_without_waiting_for_the_device():
+def test_idle_time_is_sampling_without_a_step_on_the_device():
     points = [Point(step, 10.0 + 3 * step, 0.5, 0.0, 280.0, 1.0) for step in range(1, 6)]
-    run = Run("headrace", 0, 30.0, 0.9, points, 256, device_wait_s=6.0)
+    run = Run("headrace", 0, 30.0, 0.9, points, 256, device_busy_s=6.0)
     assert measured_steps(run, 2) == [(3.0, 1.0)] * 3
-    assert host_and_idle_share(run, 2) == pytest.approx(0.0)
-    assert host_and_idle_share(run._replace(device_wait_s=4.5), 2) == pytest.approx(0.25)
+    assert idle_share(run, 2) == pytest.approx(0.0)
+    assert idle_share(run._replace(device_busy_s=4.5), 2) == pytest.approx(0.25)
 
 
-def test_device_wait_is_extended_to_the_whole_window():
+def test_device_busy_is_extended_to_the_whole_window():
     counters = [
-        {"at": at, "steps_total": 10.0, "device_wait_seconds_total": waited}
+        {"at": at, "steps_total": 10.0, "device_busy_seconds_total": waited}
         for at, waited in ((9.0, 0.0), (11.0, 1.0), (19.0, 5.0), (21.0, 9.0))
     ]
-    assert device_wait(counters, 10.0, 20.0) == pytest.approx(4.0 * 10 / 8)
-    without_engine = device_wait([{"at": 11.0}, {"at": 12.0}], 10.0, 20.0)
+    assert device_busy(counters, 10.0, 20.0) == pytest.approx(4.0 * 10 / 8)
+    without_engine = device_busy([{"at": 11.0}, {"at": 12.0}], 10.0, 20.0)
     assert without_engine != without_engine
