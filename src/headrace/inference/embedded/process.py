@@ -15,7 +15,7 @@ import threading
 import time
 
 from headrace.config.inference import InferenceConfig
-from headrace.errors import Failure
+from headrace.errors import BadInput, Failure
 from headrace.inference.embedded import messages as m
 from headrace.machine import frozen_gc, frozen_imports
 from headrace.observe.status import setup_logging
@@ -45,9 +45,13 @@ def main() -> None:
     try:
         _serve(start, connection)
     except Exception as error:
-        if not isinstance(error, Failure):
+        refusal: Exception = error
+        if isinstance(error, OSError):
+            refusal = BadInput(f"the model cannot be loaded: {error}", key="model", value=start.directory)
+        elif not isinstance(error, Failure):
             log.exception("the engine cannot start")
-        connection.sendall(m.frame(m.CannotStart(m.Error.of(error))))
+            refusal = Failure(f"the engine cannot start: {type(error).__name__}: {error}")
+        connection.sendall(m.frame(m.CannotStart(m.Error.of(refusal))))
     logging.shutdown()
     os._exit(0)  # without waiting for calls that are blocked, for example on a file that cannot be read
 
