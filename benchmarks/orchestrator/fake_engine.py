@@ -18,11 +18,9 @@ import numpy as np
 
 from headrace.inference.schema import (
     SCHEMA_HEADER,
-    ChoiceLogprobs,
     GenerateChoice,
     GenerateResponse,
     Health,
-    TokenLogprob,
     UpdateWeightsRequest,
     UpdateWeightsResponse,
     WeightVersionSpan,
@@ -134,9 +132,9 @@ def encode_answer(tokenizer: Tokenizer, text: str, rng: random.Random) -> tuple[
     assert tokenizer.eos_token_id is not None
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
     # As many digits as a float32 has when it becomes a Python float: they are most of an answer's bytes.
-    content = [TokenLogprob(token, float(np.float32(-rng.random())), f"token_id:{token}") for token in ids]
+    logprobs = [float(np.float32(-rng.random())) for _ in ids]
     spans = [WeightVersionSpan(VERSION, 0, len(ids))]
-    answer = GenerateResponse("r", [GenerateChoice(0, ids, "stop", ChoiceLogprobs(content), spans)])
+    answer = GenerateResponse("r", [GenerateChoice(0, ids, "stop", weight_versions=spans, flat_logprobs=logprobs)])
     before, _, after = msgspec.json.encode(answer).partition(VERSION.encode())
     return before, after
 
