@@ -12,6 +12,8 @@ GIB = 1 << 30
 ALTERNATE_CACHE_SHARE, OVERLAP_CACHE_SHARE = 0.65, 0.3
 """Share of the remaining GPU memory for KV caches. Alternating with a trainer, whose activations mostly fit into the
 rest, and otherwise into the released cache; and overlapping with a trainer that computes at the same time."""
+MAX_SHARE_FOR_MERGING = 0.8
+"""Of the free host memory, for merging adapters; the rest is for everything that grows later."""
 MIN_ENGINE_OVERHEAD_BYTES, ENGINE_OVERHEAD_DIVISOR = 2 * GIB + GIB // 4, 16
 """Memory of an engine besides weights and KV cache: at least so many bytes, and one in so many bytes of a GPU."""
 
@@ -59,4 +61,4 @@ def keeps_base_in_memory(size: int, free: int) -> bool:
 
     A merged version may need as much again. Otherwise tensors are read and merged one by one while the engine pauses.
     """
-    return 2 * size <= free
+    return 2 * size <= MAX_SHARE_FOR_MERGING * free

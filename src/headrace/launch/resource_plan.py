@@ -431,10 +431,11 @@ class _Planner:
             Part(f"{during} checkpoint{'s' * (during != 1)}", during * size),
             Part("published versions", versions * version),
         )
+        linked = isinstance(self.config, RunConfig) and self.trainer.lora is None  # the last version is the final model
         end = (
             Part(f"{at_end} checkpoint{'s' * (at_end != 1)}", at_end * size),
             Part("published versions", max(versions, publishes) * version),
-            Part("final model", self.compute_bytes * self.parameters if merged else 4 * self.trained),
+            Part("final model", 0 if linked else self.compute_bytes * self.parameters if merged else 4 * self.trained),
         )
         return Budget("disk", free, max(training, end, key=lambda parts: sum(part.size for part in parts)))
 

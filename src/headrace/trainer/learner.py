@@ -34,7 +34,7 @@ from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tensor_files import local_shards
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
-from headrace.transport.files import write_directory
+from headrace.transport.files import MARKER, link_tree, write_directory
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensor names in a checkpoint."""
@@ -200,9 +200,16 @@ class Learner:
         self.checkpoints.begin(tensors, self.model.write_files, self.state)
         self._saved_step = self.state.step
 
-    def save_final_model(self, path: Path) -> None:
-        """Write the model with a merged adapter, if any and unless configured, and the adapter itself next to it."""
-        if self.config.lora is None or self.config.lora.save_merged:
+    def save_final_model(self, path: Path, published: Path | None = None) -> None:
+        """Write the model with a merged adapter, if any and unless configured, and the adapter itself next to it.
+
+        `published`: files of the same model, if there are any on the same disk; they are linked, not written again.
+        """
+        if published is not None and self.model.adapter is None:
+            if self.ranks.first:
+                link_tree(published, path, without=MARKER)
+            self.ranks.wait_for_all()
+        elif self.config.lora is None or self.config.lora.save_merged:
             self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
         if self.model.adapter is not None:
             self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)

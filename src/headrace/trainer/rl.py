@@ -107,7 +107,9 @@ class RlTrainer:
         self._finish_checkpoint(wait=True)
         if learner.state.step == learner.max_steps:
             self.status.set("saving the final model")
-            learner.save_final_model(self.run_dir.final_model)
+            weights, version = self.run_dir.weights, learner.version
+            published = weights.path(version) if learner.ranks.any(version in weights.published()) else None
+            learner.save_final_model(self.run_dir.final_model, published)
         self.publisher.close()
 
     def _wait_for_batch(self, step: int) -> bool:

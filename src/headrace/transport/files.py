@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 MARKER = "COMPLETE.json"
@@ -58,9 +59,14 @@ def draft_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp")
 
 
-def link_tree(source: Path, target: Path) -> None:
-    """Copy a directory whose files never change by hard links, or by content if the file system has none."""
-    write_directory(target, lambda d: shutil.copytree(source, d, copy_function=_link_or_copy, dirs_exist_ok=True))
+def link_tree(source: Path, target: Path, without: str | None = None) -> None:
+    """Copy a directory whose files never change by hard links, or by content if the file system has none.
+
+    Files of the name `without` are left out.
+    """
+    left_out = None if without is None else shutil.ignore_patterns(without)
+    link = partial(shutil.copytree, source, copy_function=_link_or_copy, dirs_exist_ok=True, ignore=left_out)
+    write_directory(target, link)
 
 
 def _link_or_copy(source: str, target: str) -> str:
