@@ -13,6 +13,7 @@ from headrace.config.base import Tree
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.inference.colocation import ColocatedTrainer
+from headrace.inference.embedded.backend import EngineProcess
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
@@ -59,6 +60,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     config = read_target(arguments.target, arguments.overrides, alone=alone)
     run = None if config.output_dir is None else RunDir(config.output_dir)
     keep_compiled_kernels()
+    engine = EngineProcess() if config.engine == "embedded" else None
     with frozen_imports():  # takes seconds: after the arguments were checked
         import_renderers()
         from headrace.inference.server.main import serve
@@ -67,11 +69,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
         setup_logging()
         stop_with_launcher()
         key_var = config.api_key_var if os.environ.get(config.api_key_var) else None
-        serve(config, status=None, run=run, announce=lambda url: print(greeting(url, key_var), flush=True))
+
+        def announce(url: str) -> None:
+            print(greeting(url, key_var), flush=True)
+
+        serve(config, status=None, run=run, announce=announce, engine=engine)
         return 0
     with process(arguments.name or "inference", run) as status:
         shared = colocated_trainer(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
-        serve(config, status=status, run=run, shared=shared)
+        serve(config, status=status, run=run, shared=shared, engine=engine)
     return 0
 
 

@@ -42,13 +42,11 @@ class OutOfMemory:
         return self.is_certain and self.peak_bytes >= MOST_OF_THE_MEMORY * self.total_bytes
 
     def __str__(self) -> str:
-        cause = (
-            "by the kernel: out of memory" if self.is_certain else "by SIGKILL, probably by the kernel: out of memory"
-        )
+        killer = "by the kernel" if self.is_certain else "by SIGKILL, probably by the kernel"
         doing = f" while it was {self.activity}" if self.activity else ""
         peak, total = self.peak_bytes / GIB, self.total_bytes / GIB
         use = f"It used up to {peak:.1f} GiB of {total:.1f} GiB of memory"
-        return f"{self.process} was ended {cause}: out of memory{doing}. {use}"
+        return f"{self.process} was ended {killer}: out of memory{doing}. {use}"
 
 
 class OomMonitor:

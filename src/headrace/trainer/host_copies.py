@@ -58,11 +58,12 @@ def pin_ahead(size: int, device: torch.device) -> threading.Thread:
 
     def pin() -> None:
         start = time.monotonic()
-        torch.cuda.set_device(device)  # of this thread
         try:
-            buckets = [
-                torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(-(-size // BUCKET_BYTES))
-            ]
+            with torch.cuda.device(device):  # of this thread
+                buckets = [
+                    torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=True)
+                    for _ in range(-(-size // BUCKET_BYTES))
+                ]
         except RuntimeError as error:
             log.warning("no more host memory can be pinned ahead, so the first copies will be slow: %s", error)
             return

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,10 +31,33 @@ from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
 ENGINE_PROGRAM = "headrace.inference.embedded.process"
+EXIT_POLL_S = 0.01
 CLOSE_TIMEOUT_S = 10.0
 """For the engine to end in order, before its process is killed."""
 SILENCE_TIMEOUT_S, SILENCE_POLL_S = 60.0, 1.0
 """An engine that sends nothing for so long, not even its state, is considered dead."""
+
+
+class EngineProcess:
+    """The engine's process. It imports its libraries at once: create it before anything else that takes time."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", ENGINE_PROGRAM, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit status."""
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(EXIT_POLL_S)
+        return status
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 async def start_embedded(
@@ -41,22 +65,19 @@ async def start_embedded(
     directory: Path,
     shared: ColocatedTrainer | None,
     on_progress: Callable[[str], None] = lambda activity: None,
+    process: EngineProcess | None = None,
 ) -> EmbeddedBackend:
-    """Start the engine's process and wait until it is ready; raises the error if it cannot load the model."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", ENGINE_PROGRAM, str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-        )
-    ours.setblocking(False)
-    ours.sendall(m.frame(m.Start(config.model_dump_json().encode(), directory, shared)))
+    """Start the engine, in a new process if none is given, and wait until it is ready.
+
+    Raises the error if it cannot load the model.
+    """
+    process = process or EngineProcess()
+    process.connection.setblocking(False)
+    process.connection.sendall(m.frame(m.Start(config.model_dump_json().encode(), directory, shared)))
     try:
-        return await EmbeddedBackend.connect(ours, config.max_waiting, process, on_progress)
+        return await EmbeddedBackend.connect(process.connection, config.max_waiting, process, on_progress)
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
         await process.wait()
         raise
 
@@ -71,9 +92,7 @@ class EmbeddedBackend(asyncio.Protocol):
     _state: EngineState
     """The last snapshot."""
 
-    def __init__(
-        self, max_waiting: int, process: asyncio.subprocess.Process | None, on_progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, max_waiting: int, process: EngineProcess | None, on_progress: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self._process, self._on_progress = process, on_progress
         self._max_waiting = max_waiting
@@ -93,7 +112,7 @@ class EmbeddedBackend(asyncio.Protocol):
         cls,
         connection: socket.socket,
         max_waiting: int,
-        process: asyncio.subprocess.Process | None = None,
+        process: EngineProcess | None = None,
         on_progress: Callable[[str], None] = lambda activity: None,
     ) -> EmbeddedBackend:
         """Wait until the engine at the other end of the connection is ready."""
@@ -170,8 +189,7 @@ class EmbeddedBackend(asyncio.Protocol):
                 await self._disconnected.wait()
         self._transport.abort()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
             await self._process.wait()
 
     async def _call(self, command: m.Command) -> str | None:

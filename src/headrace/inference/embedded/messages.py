@@ -207,18 +207,8 @@ ToEngine = Start | Submit | Follow | Cancel | Call | Close
 FromEngine = Starting | Ready | CannotStart | Tokens | Finished | Failed | Answer | State
 
 
-def _enc_hook(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(f"cannot send a {type(value).__name__}")
-
-
-def _dec_hook(kind: type, value: Any) -> Any:
-    return kind(value)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-TO_ENGINE = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_dec_hook)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=str)  # of paths
+TO_ENGINE = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=lambda kind, value: kind(value))
 FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine])
 
 

@@ -34,6 +34,8 @@ def main() -> None:
     setup_logging()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server gets them, too, and ends this process in order
+    with frozen_imports():  # while the server imports its own libraries
+        import headrace.inference.embedded.loading  # noqa: F401
     frames = m.Frames(m.TO_ENGINE)
     start: m.Start | None = None
     while start is None:
@@ -63,9 +65,9 @@ def _end_with_server(connection: socket.socket) -> None:
 
 
 def _serve(start: m.Start, connection: socket.socket) -> None:
-    with frozen_imports():
-        from headrace.inference.embedded.loading import load_engine
-        from headrace.inference.embedded.service import EngineService
+    from headrace.inference.embedded.loading import load_engine
+    from headrace.inference.embedded.service import EngineService
+
     lock = None
     if start.shared is not None and start.shared.lock_directory is not None:
         # Held while the model is loaded, so that free memory is measured while the trainer does not compute.

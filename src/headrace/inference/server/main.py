@@ -22,7 +22,7 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN, Failure
 from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.colocation import ColocatedTrainer
-from headrace.inference.embedded.backend import start_embedded
+from headrace.inference.embedded.backend import EngineProcess, start_embedded
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.keys import Keys, find_keys
@@ -60,12 +60,13 @@ def serve(
     run: RunDir | None,
     announce: Callable[[str], None] | None = None,
     shared: ColocatedTrainer | None = None,
+    engine: EngineProcess | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; exits with `AGAIN` if the engine dies.
 
     `announce` gets the URL once the server listens. Without a `status` the server is not one of the run's: it starts
     with the run's newest weights and does not publish its address. `shared` describes the device, if the run's trainer
-    uses it, too.
+    uses it, too. `engine` is the process of the embedded engine, if it was started before.
     """
     if config.model.name is None:
         raise ConfigError(
@@ -77,7 +78,7 @@ def serve(
     keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
     with bind(config.host, config.port) as listener:
         server = _EngineServer(config, listener, keys, status, endpoint, announce)
-        if asyncio.run(server.serve(config.model.name, run, shared)) is not None:
+        if asyncio.run(server.serve(config.model.name, run, shared, engine)) is not None:
             raise SystemExit(AGAIN)
 
 
@@ -88,11 +89,15 @@ def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
 
 
 async def start_engine(
-    config: InferenceConfig, directory: Path, shared: ColocatedTrainer | None, on_progress: Callable[[str], None]
+    config: InferenceConfig,
+    directory: Path,
+    shared: ColocatedTrainer | None,
+    on_progress: Callable[[str], None],
+    engine: EngineProcess | None,
 ) -> Backend:
     """Start the configured engine in a process of its own; `on_progress` gets what it does until then."""
     if config.engine == "embedded":
-        return await start_embedded(config, directory, shared, on_progress)
+        return await start_embedded(config, directory, shared, on_progress, engine)
     from headrace.inference.vllm.start import start_vllm
 
     lock = None
@@ -141,7 +146,9 @@ class _EngineServer:
     endpoint: Path | None
     announce: Callable[[str], None] | None
 
-    async def serve(self, name: str, run: RunDir | None, shared: ColocatedTrainer | None) -> str | None:
+    async def serve(
+        self, name: str, run: RunDir | None, shared: ColocatedTrainer | None, engine: EngineProcess | None
+    ) -> str | None:
         """Start the engine with the model `name` and serve it; return the reason if it died."""
         directory = model_directory(name)
         stop = asyncio.Event()
@@ -150,7 +157,7 @@ class _EngineServer:
 
         backend: Backend | None = None
         try:
-            started = await _unless(stop, self._start(name, directory, shared))
+            started = await _unless(stop, self._start(name, directory, shared, engine))
             if started is None:
                 return None
             backend, chat = started
@@ -172,14 +179,16 @@ class _EngineServer:
         with frozen_gc():
             return await self._listen(app, stop)
 
-    async def _start(self, name: str, directory: Path, shared: ColocatedTrainer | None) -> tuple[Backend, Chat]:
+    async def _start(
+        self, name: str, directory: Path, shared: ColocatedTrainer | None, engine: EngineProcess | None
+    ) -> tuple[Backend, Chat]:
         """Start the engine, and load the tokenizer meanwhile."""
 
         def show(activity: str) -> None:
             if self.status is not None:
                 self.status.set(activity)
 
-        starting = asyncio.create_task(start_engine(self.config, directory, shared, show))
+        starting = asyncio.create_task(start_engine(self.config, directory, shared, show, engine))
         try:
             chat = await asyncio.to_thread(make_chat, self.config, name, directory)
             return await starting, chat
