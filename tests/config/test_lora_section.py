@@ -18,6 +18,7 @@ def test_every_parameter_is_trained_unless_lora_is_asked_for():
         "alpha": 32,
         "use_rslora": False,
         "target_modules": "all-linear",
+        "save_merged": True,
     }
 
 
