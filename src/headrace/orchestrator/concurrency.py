@@ -108,7 +108,7 @@ class Concurrency:
         self._trained += trained
         self._outdated += outdated
         if self._batches > self._max_age:
-            share = self._outdated / (self._trained + self._outdated)
+            share = self._outdated / max(1, self._trained + self._outdated)
             if share > MAX_OUTDATED:
                 self._age_limit = max(self._least, (1 - AGE_SHRINKAGE) * min(in_flight, self.limit))
                 self.limit = int(min(self.limit, self._age_limit))
