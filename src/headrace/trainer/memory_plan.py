@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from headrace.inference.model_shape import LayerSizes
+
 Checkpointing = Literal["full", "attention", "selective"]
 """What is recomputed: all of a layer, all but attention, or all but attention and matrix products."""
 Mode = Checkpointing | Literal[False]
@@ -37,16 +39,9 @@ _DESCRIPTIONS = {
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a decoder with the names of its config, and of its number formats."""
+class ModelSizes(LayerSizes):
+    """Sizes of a decoder, and of its number formats."""
 
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
     compute_bytes: int = 2
     residual_bytes: int = 4
     """The residual stream is float32, like the parameters."""
