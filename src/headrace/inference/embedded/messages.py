@@ -80,7 +80,11 @@ class Error(msgspec.Struct, array_like=True):
         return kind(self.fact, key=self.key, value=self.value, fix=self.fix, file=self.file, line=self.line)
 
 
-class Start(msgspec.Struct, tag=True, array_like=True):
+class Message(msgspec.Struct, tag=True, array_like=True):
+    """One message, or the command of one; the name of its class is sent with it."""
+
+
+class Start(Message):
     """Load the engine: the first message."""
 
     config: bytes
@@ -91,7 +95,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     """The trainer on the engine's device, if there is one."""
 
 
-class Submit(msgspec.Struct, tag=True, array_like=True):
+class Submit(Message):
     """Add a request to the queue."""
 
     number: int
@@ -102,59 +106,59 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     adapter: str | None
 
 
-class Follow(msgspec.Struct, tag=True, array_like=True):
+class Follow(Message):
     """Send a request's tokens as they are sampled."""
 
     number: int
 
 
-class Cancel(msgspec.Struct, tag=True, array_like=True):
+class Cancel(Message):
     """Cancel a request."""
 
     number: int
 
 
-class Pause(msgspec.Struct, tag=True, array_like=True): ...
+class Pause(Message): ...
 
 
-class Resume(msgspec.Struct, tag=True, array_like=True): ...
+class Resume(Message): ...
 
 
-class UpdateWeights(msgspec.Struct, tag=True, array_like=True):
+class UpdateWeights(Message):
     directory: Path
     version: Version
 
 
-class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
+class LoadAdapter(Message):
     name: str
     directory: Path
 
 
-class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
+class UnloadAdapter(Message):
     name: str
 
 
 Command = Pause | Resume | UpdateWeights | LoadAdapter | UnloadAdapter
 
 
-class Call(msgspec.Struct, tag=True, array_like=True):
+class Call(Message):
     """Run a command; the engine sends an `Answer` with the same number."""
 
     number: int
     command: Command
 
 
-class Close(msgspec.Struct, tag=True, array_like=True):
+class Close(Message):
     """End all requests and the process."""
 
 
-class Starting(msgspec.Struct, tag=True, array_like=True):
+class Starting(Message):
     """What the process does before it is ready."""
 
     activity: str
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True):
+class Ready(Message):
     """The engine is loaded and accepts requests."""
 
     max_model_len: int
@@ -162,34 +166,34 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     state: EngineState
 
 
-class CannotStart(msgspec.Struct, tag=True, array_like=True):
+class CannotStart(Message):
     """Loading failed."""
 
     error: Error
 
 
-class Tokens(msgspec.Struct, tag=True, array_like=True):
+class Tokens(Message):
     """Tokens of a request that is followed, since the last ones."""
 
     number: int
     chunk: TokenChunk
 
 
-class Finished(msgspec.Struct, tag=True, array_like=True):
+class Finished(Message):
     """A request has its result."""
 
     number: int
     result: GenerationResult
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True):
+class Failed(Message):
     """A request ended with an error."""
 
     number: int
     error: Error
 
 
-class Answer(msgspec.Struct, tag=True, array_like=True):
+class Answer(Message):
     """The result or the error of a call."""
 
     number: int
@@ -197,7 +201,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     error: Error | None = None
 
 
-class State(msgspec.Struct, tag=True, array_like=True):
+class State(Message):
     """A new snapshot of the engine."""
 
     state: EngineState
