@@ -246,7 +246,7 @@ class Simulation:
         for draw, state, step, reason in journal.draws():
             again = fresh.draw()[0]
             if draw.env == "pooled":  # which task it is depends on what came before
-                again = msgspec.structs.replace(again, task_key=draw.task_key)
+                again = msgspec.structs.replace(again, task_key=draw.task_key, observed=draw.observed)
             assert draw == again or self.broken, "an uninterrupted run would have drawn another prompt"
             assert state in ("shipped", "dropped")
             assert (state == "shipped") == (draw.id in in_batches)

@@ -61,7 +61,11 @@ def test_a_run_that_adds_up_has_nothing_to_report(run: RunDir, capsys: pytest.Ca
         ("DELETE FROM steps WHERE step = 1", "the committed steps are [2]"),
         ("UPDATE draws SET rollouts = 5 WHERE id = 0", "the totals of step 1 are Totals(rollouts=8"),
         ("DELETE FROM drops WHERE draw = 1", "but its draws sum to"),
-        ("UPDATE draws SET state = 'trained' WHERE id = 2", "counts as trained in step 2, which no checkpoint covers"),
+        ("INSERT INTO covered (id, step) VALUES (1, 2)", "but no checkpoint covers step 1"),
+        ("UPDATE draws SET rewards = '[[\"policy\",0.5]]' WHERE id = 0", "row 0 of table draws"),
+        ("UPDATE draws SET task_key = 'key9' WHERE id = 4", "row 4 of table draws"),
+        ("UPDATE clock SET seconds = 5.0 WHERE step = 1", "row 1 of table clock"),
+        ("DROP INDEX draws_by_state", "its tables are not those"),
     ],
 )
 def test_each_kind_of_damage_is_named(statement: str, expected: str, run: RunDir):

@@ -1,17 +1,23 @@
 """The journal: states of a draw, restarts, forks, and that everything else is a fold over the draws."""
 
 import os
+import random
+import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import BadInput, Failure
+from headrace.rollout.batch import SchemaError
+from headrace.rollout.fingerprint import Fingerprint
 from headrace.transport.journal import (
     AlgorithmState,
     Clock,
     Draw,
     Entries,
+    FileRecord,
     Journal,
     Outcome,
     Totals,
@@ -19,6 +25,8 @@ from headrace.transport.journal import (
     network_file_system,
 )
 from tests.refusals import refused
+
+RECORDED = Path(__file__).parents[1] / "data" / "recorded-runs" / "rl" / "journal.sqlite"
 
 
 def draws(*ids: int) -> list[Draw]:
@@ -215,3 +223,158 @@ def test_every_start_of_a_run_has_a_number_of_its_own_whatever_is_rewound(tmp_pa
     assert Journal(path).start() == 3
     fork(path, tmp_path / "fork" / "journal.sqlite", step=0)
     assert Journal(tmp_path / "fork" / "journal.sqlite").start() == 4
+
+
+def test_marking_a_batch_as_trained_writes_one_row_and_changes_no_draw(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.commit(entries(draws(0, 1), shipped(0), shipped(1)), shipped=1)
+    before = rows(tmp_path, "SELECT * FROM draws")
+    journal.mark_trained(1)
+    journal.mark_trained(0)  # an older checkpoint takes nothing back
+    assert rows(tmp_path, "SELECT * FROM draws") == before
+    assert rows(tmp_path, "SELECT id, step FROM covered") == [(1, 1)]
+    assert journal.states() == {"trained": 2}
+    journal.rewind(0)
+    assert journal.covered() == 0
+
+
+def test_every_row_has_the_epoch_of_its_writer_and_a_checksum(tmp_path: Path):
+    first = Journal(tmp_path / "journal.sqlite")
+    first.start()
+    first.exchange_data("train", "env", Fingerprint(3, "digest"))
+    first.commit(entries(draws(0, 1, 2), shipped(0, timeout=1), state="1", clock=Clock(1, 2)), shipped=1)
+    second = Journal(tmp_path / "journal.sqlite")
+    second.start()
+    second.commit(entries(draws(3), dropped(1, "gated"), state="2", clock=Clock(2.5)))
+    second.mark_trained(1)
+    second.drop_open("max_steps")
+    assert rows(tmp_path, "SELECT id, epoch FROM draws") == [(0, 1), (1, 2), (2, 2), (3, 2)]
+    assert rows(tmp_path, "SELECT number, epoch FROM starts") == [(1, 1), (2, 2)]
+    assert second.find_damage() == []
+    second.reopen()
+    assert second.find_damage() == []
+    for table in ("draws", "drops", "steps", "algorithms", "clock", "data", "starts", "covered"):
+        assert rows(tmp_path, f"SELECT COUNT(*) FROM {table} WHERE checksum IS NULL OR epoch IS NULL") == [(0,)]
+
+
+def test_files_are_recorded_with_their_commit_and_taken_back_with_it(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite")
+    config, one, two = (FileRecord(name, 7, f"digest of {name}") for name in ("config.toml", "one", "two"))
+    journal.record_files([config])
+    journal.commit(entries(draws(0), shipped(0)), shipped=1, files=[one])
+    journal.commit(entries(draws(1)), files=[two])
+    assert journal.files() == {"config.toml": config, "one": one, "two": two}
+    journal.commit(entries(draws(2)), deleted=["one"])
+    assert journal.files().keys() == {"config.toml", "two"}
+    journal.rewind(1)
+    assert journal.files() == {"config.toml": config}
+    fork(tmp_path / "journal.sqlite", tmp_path / "fork.sqlite", step=1)
+    assert Journal(tmp_path / "fork.sqlite").files() == {}
+
+
+def test_a_journal_of_the_previous_schema_is_read_as_it_is_and_migrated_when_it_is_written(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    shutil.copy(RECORDED, path)
+    old = Journal(path, read_only=True)
+    states, credits, totals = old.states(), list(old.credits()), old.totals()
+    assert not old.has_checksums and set(states) & {"trained"}
+    assert rows(tmp_path, "PRAGMA user_version") == [(4,)]
+    journal = Journal(path)
+    assert (journal.states(), list(journal.credits()), journal.totals()) == (states, credits, totals)
+    assert journal.find_damage() == []
+    again = Journal(path, read_only=True)
+    assert again.has_checksums and again.states() == states
+
+
+def test_a_flipped_bit_in_the_write_ahead_log_of_a_killed_run_is_refused_with_the_file(tmp_path: Path):
+    path = write_and_kill(tmp_path / "run", tmp_path / "killed")
+    damaged = tmp_path / "killed" / "journal.sqlite-wal"
+    content = bytearray(damaged.read_bytes())
+    content[content.index(b"key1")] ^= 1
+    damaged.write_bytes(content)
+    for read_only in (True, False):
+        with refused(BadInput, file=damaged):
+            Journal(path, read_only=read_only)
+
+
+def test_a_transaction_that_was_being_written_at_a_kill_is_no_damage(tmp_path: Path):
+    path = write_and_kill(tmp_path / "run", tmp_path / "killed")
+    log = tmp_path / "killed" / "journal.sqlite-wal"
+    with open(log, "r+b") as file:
+        file.truncate(log.stat().st_size - 100)
+    journal = Journal(path)
+    assert journal.find_damage() == []
+    assert (journal.last_step(), journal.covered()) == (2, 0)
+
+
+def test_a_deleted_write_ahead_log_that_had_the_tables_is_reported(tmp_path: Path):
+    path = write_and_kill(tmp_path / "run", tmp_path / "killed", checkpointed=False)
+    (tmp_path / "killed" / "journal.sqlite-wal").unlink()
+    with refused(BadInput, file=path):
+        Journal(path, read_only=True)
+
+
+@pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.full)])
+def test_a_flipped_bit_is_found_or_changes_nothing_that_can_be_read(flips: int, tmp_path: Path):
+    path, seed = tmp_path / "journal.sqlite", random.randrange(2**32)
+    print(f"seed {seed}")
+    fill(path, random.Random(1), steps=20)
+    whole, dump = path.read_bytes(), dump_of(path)
+    rng = random.Random(seed)
+    for _ in range(flips):
+        place, bit = rng.randrange(len(whole)), rng.randrange(8)
+        content = bytearray(whole)
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        try:
+            with closing(Journal(path, read_only=True)) as journal:
+                found = journal.find_damage() != []
+        except (BadInput, SchemaError):
+            found = True
+        assert found or dump_of(path) == dump, f"bit {bit} of byte {place}, seed {seed}"
+
+
+def fill(path: Path, rng: random.Random, steps: int) -> None:
+    """Write a run with drops, rewinds, states and recorded files; the closed journal is one file."""
+    with closing(Journal(path)) as journal:
+        journal.start()
+        totals = Totals()
+        for step in range(1, steps + 1):
+            drawn = draws(*range(6 * step - 6, 6 * step))
+            kept = [shipped(d.id, rng.randint(1, 8), rng.randint(1, 10**6), timeout=1) for d in drawn[:4]]
+            lost = [dropped(d.id, rng.choice(["gated", "zero_advantage"])) for d in drawn[4:5]]
+            for outcome in (*kept, *lost):
+                totals.add(outcome)
+            state = {"env": learned(f'{{"baseline":{rng.random()}}}')}
+            record = Entries(drawn, [*kept, *lost], totals.copy(), state, Clock(step + rng.random(), step))
+            journal.commit(record, shipped=step, files=[FileRecord(f"step-{step}", 7, f"{rng.random()}")])
+        journal.rewind(steps - 2)
+        journal.mark_trained(steps - 4)
+
+
+def dump_of(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as db:
+        return list(db.iterdump())
+
+
+def write_and_kill(run: Path, copy: Path, *, checkpointed: bool = True) -> Path:
+    """Copy the files of a journal whose writer has not closed it, as a kill leaves them; return its path there."""
+    path = run / "journal.sqlite"
+    if checkpointed:
+        with closing(Journal(path)) as journal:
+            journal.commit(entries(draws(0, 1), shipped(0)), shipped=1)
+    writer = Journal(path)
+    if not checkpointed:
+        writer.commit(entries(draws(0, 1), shipped(0)), shipped=1)
+    writer.commit(entries([], shipped(1)), shipped=2)
+    writer.mark_trained(1)
+    shutil.copytree(run, copy)
+    if not checkpointed:
+        os.truncate(copy / "journal.sqlite", 0)  # as before the first checkpoint of the log
+    writer.close()
+    return copy / "journal.sqlite"
+
+
+def rows(directory: Path, query: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(directory / "journal.sqlite")) as db:
+        return db.execute(query).fetchall()

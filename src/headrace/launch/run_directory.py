@@ -113,12 +113,13 @@ def _step_of(path: Path, directory: Path) -> int:
 
 
 def refuse_shorter(directory: Path, max_steps: int | None) -> None:
-    """Raise `BadRequest` if a resumed run would end before the steps that it has completed."""
+    """Raise `BadInput` if a resumed run would end before the steps that it has completed, or its journal is damaged."""
     run, completed = RunDir(directory), max(checkpoints(directory), default=0)
     if run.journal.is_file():
         from headrace.transport.journal import Journal
 
         with closing(Journal(run.journal, read_only=True)) as journal:
+            journal.refuse_damage()
             completed = max(completed, journal.last_step())
     if max_steps is not None and max_steps < completed:
         fix = f"Raise it to at least {completed}, or start a new run from an older checkpoint with --resume STEP."

@@ -22,7 +22,8 @@ from headrace.transport.run_dir import RunDir
 
 def find_violations(run: RunDir, journal: Journal) -> list[str]:
     """Return a sentence for every inconsistency; empty if the run is consistent."""
-    return [*_draws(journal), *_steps(journal), *_batches(run, journal), *_checkpoints(run, journal)]
+    damage = journal.find_damage()
+    return [*damage, *_draws(journal), *_steps(journal), *_batches(run, journal), *_checkpoints(run, journal)]
 
 
 def _draws(journal: Journal) -> Iterator[str]:
@@ -67,9 +68,8 @@ def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
     covered, last = run.latest_checkpoint_step(), journal.last_step()
     if covered > last:
         yield f"there is a checkpoint of step {covered}, but the journal ends at step {last}"
-    for draw, state, step, _ in journal.draws():
-        if state == "trained" and (step or 0) > covered:
-            yield f"draw {draw.id} counts as trained in step {step}, which no checkpoint covers"
+    if journal.covered() > covered:
+        yield f"the steps through {journal.covered()} count as trained, but no checkpoint covers step {covered + 1}"
 
 
 def format_report(states: dict[str, int], problems: Sequence[str]) -> str:

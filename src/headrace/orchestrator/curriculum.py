@@ -216,6 +216,8 @@ class CheckedSampler:
         self._seed = seed
         self._by_key = {task.key: task for task in tasks}
         self._sampler = sampler
+        self.observed = 0
+        """Number of calls of `observe`."""
 
     def find(self, key: str) -> Task | None:
         return self._by_key.get(key)
@@ -234,6 +236,7 @@ class CheckedSampler:
         task = self._by_key.get(key)
         if task is not None and rewards and self._sampler.learns():
             self._call("observe", task, rewards)
+            self.observed += 1
 
     def metrics(self) -> dict[str, float]:
         values: Mapping[str, float] = self._call("metrics")

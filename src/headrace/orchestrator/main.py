@@ -20,7 +20,6 @@ from headrace.machine import frozen_gc
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.event_loop import watch_loop
-from headrace.orchestrator.pipeline import RunFailed
 from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.watcher import WeightWatcher
@@ -60,8 +59,9 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             stack.enter_context(only_one(run, "orchestrator"))
-            environments = await _load_environments(config, status, stack)
             journal = stack.enter_context(closing(Journal(run.journal)))
+            journal.start()
+            environments = await _load_environments(config, status, stack)
             for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
                 status.notify(line, logging.INFO)
             notify_changed_tasks(environments, journal, status)
@@ -131,9 +131,15 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
 def _reconcile(run: RunDir, journal: Journal) -> None:
     """Make journal, batches and checkpoints consistent: rewind the journal to the first missing batch."""
     last, covered = journal.last_step(), run.latest_checkpoint_step()
-    if last < covered:
-        raise RunFailed(
-            f"{run.journal} ends at step {last}, but there is a checkpoint of step {covered}: they are of two runs"
+    newest = max([covered, *run.batches.steps()])
+    if last < newest:  # both follow a commit
+        what = run.batches.path(newest) if newest > covered else f"a checkpoint of step {covered}"
+        older = f", or continue from a checkpoint of step {last} or before with --resume STEP" if last else ""
+        raise BadInput(
+            f"the journal ends at step {last}, but there is {what}. The commits between them are lost: "
+            f"{run.journal.name}-wal was deleted or damaged, or the journal is an older copy",
+            file=run.journal,
+            fix=f"Restore a newer copy of both files{older}. `headrace export` exports the newest checkpoint.",
         )
     run.batches.recover(last)
     missing = [step for step in range(covered + 1, last + 1) if not run.batches.exists(step)]

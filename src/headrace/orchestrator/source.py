@@ -160,7 +160,7 @@ class TrainSource:
         weights = [self._weights[name] for name in names]
         env = random.Random(f"{self._seed}-{self._next_id}").choices(names, weights)[0]
         task = self._samplers[env].draw(self._drawn[env])
-        draw = Draw(self._next_id, env, task.key, self._drawn[env])
+        draw = Draw(self._next_id, env, task.key, self._drawn[env], self._samplers[env].observed)
         self._drawn[env] += 1
         self._next_id += 1
         return draw, task

@@ -94,7 +94,7 @@ def wire(
         policy.watcher.version,
         journal.last_step() + 1 if config.train.env else settings.max_steps + 1,
         now,
-        journal.start(),
+        journal.epoch,
         concurrency,
         journal.lessons(),
     )

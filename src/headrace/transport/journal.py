@@ -2,11 +2,12 @@
 
 A draw is drawn, then shipped in a batch and trained, or dropped with a reason. Only the orchestrator writes. A draw
 that was neither shipped nor dropped when the orchestrator died is sampled again under the same id, so no prompt is
-lost. Draws that were never recorded are drawn again: the source is deterministic.
+lost. Draws that were never recorded are drawn again: the source is deterministic. Which draws are trained follows from
+one row, the step that the newest checkpoint covers. A commit also records the files that belong to it.
 
 Everything else is a fold over the draws: totals are sums over outcomes, a curriculum observes rewards in the order of
 credit, and an algorithm's state is the one right after the last group in that order whose outcome is recorded. So all
-of them can be replayed and checked.
+of them can be replayed and checked. Tables, checksums and the migration of older journals: `journal_schema`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import check_schema
 from headrace.rollout.fingerprint import Fingerprint
+from headrace.transport.journal_schema import (
+    JOURNAL_SCHEMA,
+    RESTORE,
+    check_log,
+    check_version,
+    find_damage,
+    prepare,
+    transaction,
+)
 
 log = logging.getLogger(__name__)
-
-JOURNAL_SCHEMA = 4
 
 GROUP_FAILED = "group_failed"
 """Drop reason of a successful rollout in a group that could not be scored because another one failed."""
@@ -34,43 +42,12 @@ ON_POLICY = "on_policy"
 NO_FAILURE = frozenset({"off_policy", ON_POLICY, "max_steps", "task_gone", "not_trainable", "cancelled"})
 """Reasons for a draw without credit that do not count as failures of its environment."""
 
+_NO_DAMAGE = {
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
+}  # fmt: skip
+"""Errors of SQLite whose cause is not the content of the file."""
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS draws (
-    id INTEGER PRIMARY KEY,
-    env TEXT NOT NULL,
-    task_key TEXT NOT NULL,
-    position INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('drawn', 'shipped', 'trained', 'dropped')),
-    step INTEGER,        -- the batch that contains it, or that was being collected when it was dropped
-    reason TEXT,         -- why it was dropped
-    rollouts INTEGER NOT NULL DEFAULT 0,
-    tokens INTEGER NOT NULL DEFAULT 0,
-    credited_tokens INTEGER NOT NULL DEFAULT 0,  -- of its credited rollouts, prompts included
-    credit INTEGER,      -- its position in the order of credit
-    rewards TEXT         -- of its credited rollouts: [[agent, reward], ...]
-);
-CREATE INDEX IF NOT EXISTS draws_by_state ON draws (state, step);
-CREATE TABLE IF NOT EXISTS drops (draw INTEGER NOT NULL, reason TEXT NOT NULL, rollouts INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, totals TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS algorithms (
-    step INTEGER,
-    env TEXT,
-    state TEXT NOT NULL,
-    algorithm TEXT,      -- its class, by import path
-    PRIMARY KEY (step, env)
-);
-CREATE TABLE IF NOT EXISTS clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS data (
-    slot TEXT,           -- train or eval
-    env TEXT,
-    examples INTEGER NOT NULL,
-    digest TEXT NOT NULL,
-    PRIMARY KEY (slot, env)
-);
-CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);  -- the orchestrator processes of the run
-"""
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -80,6 +57,17 @@ class Draw(msgspec.Struct, frozen=True):
     env: str
     task_key: str
     position: int
+    observed: int | None = 0
+    """Number of rewards that its environment's sampler had observed; 0 if it does not observe, None if unknown."""
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file of the run directory, as it was when it was recorded."""
+
+    name: str
+    """Relative to the run directory."""
+    size: int
+    digest: str
 
 
 class Outcome(msgspec.Struct):
@@ -166,52 +154,93 @@ class Journal:
     """The journal of a run: one connection, used from one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        try:
-            self._open(path, read_only)
-        except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # such as a full disk
-                raise
-            raise BadInput(
-                f"the journal is damaged: {error}",
-                file=path,
-                fix="Restore a copy of it. Without one, `headrace export` still exports the newest checkpoint.",
-            ) from error
+        self.path = path
+        self.epoch = 0
+        """Number of the orchestrator process that writes, or that has last written."""
+        with _reporting_damage(path):
+            check_log(path)
+            if read_only:
+                self._open_for_reading()
+            else:
+                self._open_for_writing()
 
-    def _open(self, path: Path, read_only: bool) -> None:
-        if read_only:
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-            _check(self._db, path)
-            return
+    def _open_for_reading(self) -> None:
+        self._file = self._db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+        version = check_version(self._file, self.path)
+        if version == 0:
+            raise BadInput(
+                f"the journal is damaged: it has no tables. They may have been in {self.path.name}-wal",
+                file=self.path,
+                fix=RESTORE,
+            )
+        self.has_checksums = version == JOURNAL_SCHEMA
+        self.epoch = self._last_start()
+        if not self.has_checksums:  # every query reads the present schema
+            self._db = sqlite3.connect(":memory:", isolation_level=None)
+            self._file.backup(self._db)
+            prepare(self._db, self.path, lambda: self.epoch)
+
+    def _open_for_writing(self) -> None:
+        path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         # The orchestrator calls from worker threads, one at a time.
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._file = self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         network = network_file_system(path.parent)
         wanted = "DELETE" if network else "WAL"  # a write-ahead log needs shared memory between its readers
         mode = self._db.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0]
         log.info("journal: %s, SQLite journal mode %s%s", path, mode, f" (file system: {network})" if network else "")
         self._db.execute("PRAGMA synchronous=FULL")
-        _check(self._db, path)
-        self._db.executescript(f"{_TABLES} PRAGMA user_version={JOURNAL_SCHEMA};")
+        if check_version(self._db, path):
+            self.refuse_damage()
+            self.epoch = self._last_start()
+        prepare(self._db, path, lambda: self.epoch)
+        self.has_checksums = True
 
     def close(self) -> None:
         self._db.close()
+        self._file.close()
+
+    def find_damage(self) -> list[str]:
+        """Return a sentence for each damage of the database file, found by SQLite or by the checksums of its rows."""
+        with _reporting_damage(self.path):
+            return list(find_damage(self._file))
+
+    def refuse_damage(self) -> None:
+        """Raise `BadInput` if the database file is damaged."""
+        if problems := self.find_damage():
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise BadInput(f"the journal is damaged: {problems[0]}{more}", file=self.path, fix=RESTORE)
 
     # -- writing --------------------------------------------------------------------------------------------------
 
     def start(self) -> int:
-        """Record a start of the orchestrator; return its number, from 1. Not undone by a rewind."""
-        return int(self._db.execute("INSERT INTO starts DEFAULT VALUES").lastrowid or 0)
+        """Record a start of the orchestrator; return its number, from 1: its epoch. Not undone by a rewind."""
+        self.epoch = self._last_start() + 1
+        self._db.execute("INSERT INTO starts (number) VALUES (?)", (self.epoch,))
+        return self.epoch
 
     def exchange_data(self, slot: str, env: str, data: Fingerprint) -> Fingerprint | None:
         """Store the fingerprint of an environment's tasks; return the one of the previous start, if any."""
-        row = self._db.execute("SELECT examples, digest FROM data WHERE slot = ? AND env = ?", (slot, env)).fetchone()
-        self._db.execute("INSERT OR REPLACE INTO data VALUES (?, ?, ?, ?)", (slot, env, data.examples, data.digest))
-        return Fingerprint(*row) if row else None
+        before = self.data().get((slot, env))
+        self._db.execute(
+            "INSERT OR REPLACE INTO data (slot, env, examples, digest) VALUES (?, ?, ?, ?)",
+            (slot, env, data.examples, data.digest),
+        )
+        return before
 
-    def commit(self, entries: Entries, shipped: int | None = None) -> None:
-        """Write the entries in one transaction. `shipped`: the step whose batch has the draws that were not dropped."""
+    def commit(
+        self,
+        entries: Entries,
+        shipped: int | None = None,
+        files: Sequence[FileRecord] = (),
+        deleted: Sequence[str] = (),
+    ) -> None:
+        """Write the entries in one transaction. `shipped`: the step whose batch has the draws that were not dropped.
+
+        `files` are recorded with them. `deleted` are names of recorded files that the run deletes after the commit.
+        """
         step = shipped if shipped is not None else self.last_step() + 1
-        with _transaction(self._db):
+        with transaction(self._db):
             self._insert_draws(entries.drawn)
             for outcome in entries.outcomes:
                 self._record_outcome(outcome, step)
@@ -219,13 +248,19 @@ class Journal:
                 "INSERT OR REPLACE INTO algorithms (step, env, state, algorithm) VALUES (?, ?, ?, ?)",
                 [(step, env, state.json.decode(), state.algorithm) for env, state in entries.states.items()],
             )
-            self._db.execute(
-                "INSERT OR REPLACE INTO clock VALUES (?, ?, ?)",
-                (step, entries.clock.seconds, entries.clock.eval_tokens),
-            )
+            self._set_clock(step, entries.clock)
             if shipped is not None:
                 totals = msgspec.json.encode(entries.totals).decode()
-                self._db.execute("INSERT INTO steps VALUES (?, ?)", (shipped, totals))
+                self._db.execute("INSERT INTO steps (step, totals) VALUES (?, ?)", (shipped, totals))
+            self._db.executemany("DELETE FROM files WHERE name = ?", [(name,) for name in deleted])
+            self.record_files(files, step)
+
+    def record_files(self, files: Sequence[FileRecord], step: int = 0) -> None:
+        """Record files outside of a commit. A rewind to before `step` removes the records; with 0 none does."""
+        self._db.executemany(
+            "INSERT OR REPLACE INTO files (name, step, size, digest) VALUES (?, ?, ?, ?)",
+            [(file.name, step, file.size, file.digest) for file in files],
+        )
 
     def drop_open(self, reason: str) -> None:
         """Drop all open draws at the end of a run."""
@@ -235,19 +270,38 @@ class Journal:
 
     def mark_trained(self, step: int) -> None:
         """Mark the draws of all batches through `step` as covered by a complete checkpoint."""
-        self._db.execute("UPDATE draws SET state='trained' WHERE state='shipped' AND step <= ?", (step,))
+        if step > self.covered():
+            self._db.execute("INSERT OR REPLACE INTO covered (id, step) VALUES (1, ?)", (step,))
 
     def reopen(self) -> None:
         """Rewind to the last shipped batch, but keep the clock: the current step starts again."""
         clock, last = self.clock(), self.last_step()
-        with _transaction(self._db):
-            _rewind(self._db, last)
-            self._db.execute("INSERT OR REPLACE INTO clock VALUES (?, ?, ?)", (last, clock.seconds, clock.eval_tokens))
+        with transaction(self._db):
+            self._rewind(last)
+            self._set_clock(last, clock)
 
     def rewind(self, step: int) -> None:
         """Rewind to the moment when batch `step` had shipped: later draws are open again, with the same ids."""
-        with _transaction(self._db):
-            _rewind(self._db, step)
+        with transaction(self._db):
+            self._rewind(step)
+
+    def _rewind(self, step: int) -> None:
+        db = self._db
+        db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
+        db.execute(
+            "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL, "
+            "credited_tokens=0 WHERE step > ?",
+            (step,),
+        )
+        for table in ("steps", "algorithms", "clock", "files"):
+            db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+        db.execute("UPDATE covered SET step = ? WHERE step > ?", (step, step))
+
+    def _set_clock(self, step: int, clock: Clock) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO clock (step, seconds, eval_tokens) VALUES (?, ?, ?)",
+            (step, clock.seconds, clock.eval_tokens),
+        )
 
     def _insert_draws(self, draws: Sequence[Draw]) -> None:
         """Insert new draws, whose ids must be contiguous; draws that exist already are unchanged."""
@@ -256,8 +310,9 @@ class Journal:
         if new != list(range(count, count + len(new))):
             raise RuntimeError(f"the journal has {count} draws, but the next are {new[:3]}: some are missing")
         self._db.executemany(
-            "INSERT OR IGNORE INTO draws (id, env, task_key, position, state) VALUES (?, ?, ?, ?, 'drawn')",
-            [(d.id, d.env, d.task_key, d.position) for d in draws],
+            "INSERT OR IGNORE INTO draws (id, env, task_key, position, observed, drawn_in, state) "
+            "VALUES (?, ?, ?, ?, ?, ?, 'drawn')",
+            [(d.id, d.env, d.task_key, d.position, d.observed, self.epoch) for d in draws],
         )
 
     def _record_outcome(self, outcome: Outcome, step: int) -> None:
@@ -273,52 +328,77 @@ class Journal:
         if changed.rowcount != 1:
             raise RuntimeError(f"the outcome of draw {outcome.draw} is already in the journal, or it was never drawn")
         self._db.executemany(
-            "INSERT INTO drops VALUES (?, ?, ?)",
+            "INSERT INTO drops (draw, reason, rollouts) VALUES (?, ?, ?)",
             [(outcome.draw, reason, count) for reason, count in outcome.drops.items()],
         )
 
     # -- reading --------------------------------------------------------------------------------------------------
 
+    def _rows(self, query: str, arguments: Sequence[object] = ()) -> list[Any]:
+        with _reporting_damage(self.path):
+            return self._db.execute(query, arguments).fetchall()
+
+    def _number(self, query: str) -> int:
+        return int(self._rows(query)[0][0])
+
+    def _last_start(self) -> int:
+        return self._number("SELECT COALESCE(MAX(number), 0) FROM starts")
+
     def last_step(self) -> int:
         """Return the step of the newest committed batch; 0 before the first."""
-        return int(self._db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()[0])
+        return self._number("SELECT COALESCE(MAX(step), 0) FROM steps")
+
+    def covered(self) -> int:
+        """Return the newest step that a complete checkpoint covers, as far as it is recorded."""
+        return self._number("SELECT COALESCE(MAX(step), 0) FROM covered")
 
     def totals(self, through: int | None = None) -> Totals:
         """Return the sums over every outcome, or over those of the steps through `through`."""
         last = (1 << 62) if through is None else through
-        rollouts, tokens = self._db.execute(
+        ((rollouts, tokens),) = self._rows(
             "SELECT COALESCE(SUM(rollouts), 0), COALESCE(SUM(tokens), 0) FROM draws WHERE step <= ?", (last,)
-        ).fetchone()
-        drops = self._db.execute(
+        )
+        drops = self._rows(
             "SELECT drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw "
             "WHERE draws.step <= ? GROUP BY 1",
             (last,),
         )
-        return Totals(rollouts, tokens, dict(drops.fetchall()))
+        return Totals(rollouts, tokens, dict(drops))
 
     def totals_at(self) -> dict[int, Totals]:
         """Return the totals that were committed with each step."""
-        rows = self._db.execute("SELECT step, totals FROM steps ORDER BY step")
-        return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
+        rows = self._rows("SELECT step, totals FROM steps ORDER BY step")
+        with _reporting_damage(self.path):
+            return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
 
     def clock(self) -> Clock:
-        row = self._db.execute("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1").fetchone()
-        return Clock(*row) if row else Clock()
+        rows = self._rows("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1")
+        return Clock(*rows[0]) if rows else Clock()
+
+    def data(self) -> dict[tuple[str, str], Fingerprint]:
+        """Return the fingerprints of the tasks at the last start, by slot and environment."""
+        rows = self._rows("SELECT slot, env, examples, digest FROM data")
+        return {(slot, env): Fingerprint(*content) for slot, env, *content in rows}
+
+    def files(self) -> dict[str, FileRecord]:
+        """Return the recorded files, by name."""
+        return {row[0]: FileRecord(*row) for row in self._rows("SELECT name, size, digest FROM files ORDER BY name")}
 
     def algorithm_states(self) -> dict[str, AlgorithmState]:
         """Return the newest state by environment."""
-        rows = self._db.execute("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
+        rows = self._rows("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
         return {env: AlgorithmState(algorithm, state.encode()) for env, algorithm, state, _ in rows}
 
     def credits(self) -> Iterator[tuple[int, str, list[tuple[str, float]]]]:
         """Yield id, environment and rewards of every credited draw, in the order of credit."""
-        rows = self._db.execute("SELECT id, env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit")
-        for draw, env, rewards in rows:
-            yield draw, env, _decode_rewards(rewards)
+        for draw, env, rewards in self._rows(
+            "SELECT id, env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit"
+        ):
+            yield draw, env, self._decode_rewards(rewards)
 
     def lessons(self) -> Iterator[Lesson]:
         """Yield the result of every finished draw: credited ones in the order of credit, then the others by id."""
-        rows = self._db.execute(
+        rows = self._rows(
             "SELECT id, env, task_key, step, rollouts, reason, rewards, credited_tokens, "
             "id IN (SELECT draw FROM drops WHERE reason = ?) FROM draws WHERE step IS NOT NULL "
             "ORDER BY credit IS NULL, credit, id",
@@ -326,32 +406,36 @@ class Journal:
         )
         for draw, env, key, step, rollouts, reason, rewards, tokens, partly in rows:
             if rewards is not None:
-                credited = [reward for _, reward in _decode_rewards(rewards)]
+                credited = [reward for _, reward in self._decode_rewards(rewards)]
                 yield Lesson(draw, env, key, credited, step=step, tokens=tokens, surplus=reason == ON_POLICY)
             else:
                 yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
 
+    def _decode_rewards(self, rewards: str) -> list[tuple[str, float]]:
+        with _reporting_damage(self.path):
+            return _REWARDS.decode(rewards)
+
     def next_credit(self) -> int:
         """Return the next position in the order of credit."""
-        return int(self._db.execute("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws").fetchone()[0])
+        return self._number("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws")
 
     def draws(self) -> list[tuple[Draw, str, int | None, str | None]]:
         """Return every draw with its state, step and reason, oldest first."""
-        rows = self._db.execute("SELECT id, env, task_key, position, state, step, reason FROM draws ORDER BY id")
-        return [(Draw(*row[:4]), *row[4:]) for row in rows]
+        columns = "id, env, task_key, position, observed, state, step, reason"
+        return [(Draw(*row[:5]), *row[5:]) for row in self._rows(f"SELECT {columns} FROM draw_states ORDER BY id")]
 
     def open_draws(self) -> list[Draw]:
         """Return draws that are neither shipped nor dropped, oldest first."""
-        rows = self._db.execute("SELECT id, env, task_key, position FROM draws WHERE state = 'drawn' ORDER BY id")
-        return [Draw(*row) for row in rows]
+        columns = "id, env, task_key, position, observed"
+        return [Draw(*row) for row in self._rows(f"SELECT {columns} FROM draws WHERE state = 'drawn' ORDER BY id")]
 
     def drawn_per_env(self) -> dict[str, int]:
-        return dict(self._db.execute("SELECT env, COUNT(*) FROM draws GROUP BY env").fetchall())
+        return dict(self._rows("SELECT env, COUNT(*) FROM draws GROUP BY env"))
 
     def drops_per_env(self) -> dict[str, dict[str, int]]:
         """Return the number of dropped rollouts by environment and reason."""
         drops: dict[str, dict[str, int]] = {}
-        for env, reason, count in self._db.execute(
+        for env, reason, count in self._rows(
             "SELECT env, drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw GROUP BY 1, 2"
         ):
             drops.setdefault(env, {})[reason] = count
@@ -361,49 +445,23 @@ class Journal:
         """Return the number of draws in each state, dropped ones by reason (`dropped:REASON`)."""
         query = """
             SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*)
-            FROM draws GROUP BY 1
+            FROM draw_states GROUP BY 1
         """
-        return dict(self._db.execute(query).fetchall())
+        return dict(self._rows(query))
 
 
-_decode_rewards = msgspec.json.Decoder(list[tuple[str, float]]).decode
+_REWARDS = msgspec.json.Decoder(list[tuple[str, float]])
 
 
 def fork(source: Path, target: Path, step: int) -> None:
     """Copy a journal as it was when batch `step` had shipped."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    origin, copy = sqlite3.connect(source), sqlite3.connect(target, isolation_level=None)
-    try:
-        origin.backup(copy)
-        _check(copy, source)
-        with _transaction(copy):
-            _rewind(copy, step)
-    finally:
-        origin.close()
-        copy.close()
-
-
-def _rewind(db: sqlite3.Connection, step: int) -> None:
-    db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
-    db.execute(
-        "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL, "
-        "credited_tokens=0 WHERE step > ?",
-        (step,),
-    )
-    for table in ("steps", "algorithms", "clock"):
-        db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
-
-
-def _check(db: sqlite3.Connection, path: Path) -> None:
-    """Raise if this version of Headrace cannot read the journal."""
-    version = int(db.execute("PRAGMA user_version").fetchone()[0])
-    if 0 < version < JOURNAL_SCHEMA:
-        raise BadInput(
-            f"written by an older Headrace (schema {version}, this one reads {JOURNAL_SCHEMA})",
-            file=path,
-            fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
-        )
-    check_schema(version, str(path), newest=JOURNAL_SCHEMA)
+    with closing(Journal(source, read_only=True)) as origin, closing(sqlite3.connect(target)) as copy:
+        origin.refuse_damage()
+        origin._file.backup(copy)
+    with closing(Journal(target)) as journal:
+        journal.rewind(step)
+        journal._db.execute("DELETE FROM files")  # they stay with the source
 
 
 def network_file_system(directory: Path) -> str | None:
@@ -421,12 +479,11 @@ def network_file_system(directory: Path) -> str | None:
 
 
 @contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """BEGIN ... COMMIT, or ROLLBACK when the block raises."""
-    db.execute("BEGIN IMMEDIATE")
+def _reporting_damage(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of decoding that mean a damaged journal into `BadInput`."""
     try:
         yield
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
+    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _NO_DAMAGE:
+            raise
+        raise BadInput(f"the journal is damaged: {error}", file=path, fix=RESTORE) from error

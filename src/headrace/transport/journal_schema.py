@@ -1,0 +1,273 @@
+"""The journal's tables, the stamp of every row, the checks that find damage, and the migration of older journals.
+
+Every row has the epoch of its writer (the number of the orchestrator process, from `starts`) and a CRC-32 of its other
+columns, which finds every single flipped bit. Temporary triggers of the writer's connection set both, so no statement
+can leave them out; another program that changes a row leaves a checksum that does not match. SQLite's own integrity
+check covers what is not in a row: pages, indices, free lists.
+
+A write-ahead log has checksums of its own, but SQLite ignores everything from a damaged frame on without an error. So
+the log is read here before SQLite opens it.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import BadInput
+from headrace.rollout.batch import check_schema
+
+JOURNAL_SCHEMA = 5
+OLDEST_SCHEMA = 4
+"""The oldest schema that is migrated."""
+MAX_REPORTED = 20
+"""Damaged places of one table that are named."""
+RESTORE = "Restore a copy of it. Without one, `headrace export` still exports the newest checkpoint."
+
+_STAMP = ("epoch", "checksum")
+_STAMP_COLUMNS = "epoch INTEGER, checksum INTEGER"
+
+# A change of these definitions, comments aside, needs a new JOURNAL_SCHEMA: they are compared with those of the file.
+TABLES = f"""
+CREATE TABLE draws (
+    id INTEGER PRIMARY KEY,
+    env TEXT NOT NULL,
+    task_key TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    observed INTEGER,    -- rewards that its environment's sampler had observed; NULL if an older version drew it
+    drawn_in INTEGER,    -- the epoch in which it was drawn
+    state TEXT NOT NULL CHECK (state IN ('drawn', 'shipped', 'dropped')),
+    step INTEGER,        -- the batch that contains it, or that was being collected when it was dropped
+    reason TEXT,         -- why it was dropped
+    rollouts INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0,
+    credited_tokens INTEGER NOT NULL DEFAULT 0,  -- of its credited rollouts, prompts included
+    credit INTEGER,      -- its position in the order of credit
+    rewards TEXT,        -- of its credited rollouts: [[agent, reward], ...]
+    {_STAMP_COLUMNS}
+);
+CREATE INDEX draws_by_state ON draws (state, step);
+CREATE TABLE drops (draw INTEGER NOT NULL, reason TEXT NOT NULL, rollouts INTEGER NOT NULL, {_STAMP_COLUMNS});
+CREATE TABLE steps (step INTEGER PRIMARY KEY, totals TEXT NOT NULL, {_STAMP_COLUMNS});
+CREATE TABLE algorithms (
+    step INTEGER,
+    env TEXT,
+    state TEXT NOT NULL,
+    algorithm TEXT,      -- its class, by import path
+    {_STAMP_COLUMNS},
+    PRIMARY KEY (step, env)
+);
+CREATE TABLE clock (step INTEGER PRIMARY KEY, seconds REAL NOT NULL, eval_tokens INTEGER NOT NULL, {_STAMP_COLUMNS});
+CREATE TABLE data (
+    slot TEXT,           -- train or eval
+    env TEXT,
+    examples INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    {_STAMP_COLUMNS},
+    PRIMARY KEY (slot, env)
+);
+CREATE TABLE starts (number INTEGER PRIMARY KEY, {_STAMP_COLUMNS});  -- the orchestrator processes of the run
+CREATE TABLE covered (id INTEGER PRIMARY KEY CHECK (id = 1), step INTEGER NOT NULL, {_STAMP_COLUMNS});
+CREATE TABLE files (
+    name TEXT PRIMARY KEY,  -- relative to the run directory
+    step INTEGER NOT NULL,  -- of the commit that recorded it; 0: no rewind removes it
+    size INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    {_STAMP_COLUMNS}
+);
+CREATE VIEW draw_states AS  -- a shipped draw is trained once a complete checkpoint covers its step
+    SELECT id, env, task_key, position, observed, step, reason, CASE
+        WHEN state = 'shipped' AND step <= (SELECT COALESCE(MAX(step), 0) FROM covered) THEN 'trained' ELSE state
+    END AS state FROM draws;
+"""
+
+
+def prepare(db: sqlite3.Connection, path: Path, epoch: Callable[[], int]) -> None:
+    """Make a connection the writer of a checked journal: create or migrate its tables, and stamp every row."""
+    version = check_version(db, path)
+    if version == OLDEST_SCHEMA:
+        _migrate(db, epoch)
+        return
+    if version == 0:
+        with transaction(db):
+            _create(db)
+    _stamp_writes(db, epoch)
+
+
+def check_version(db: sqlite3.Connection, path: Path) -> int:
+    """Return the schema of a journal, 0 for an empty file; raise if this version of Headrace cannot read it."""
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if 0 < version < OLDEST_SCHEMA:
+        raise BadInput(
+            f"written by an older Headrace (schema {version}, this one reads {OLDEST_SCHEMA} to {JOURNAL_SCHEMA})",
+            file=path,
+            fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
+        )
+    check_schema(version, str(path), newest=JOURNAL_SCHEMA)
+    return version
+
+
+def _create(db: sqlite3.Connection) -> None:
+    for statement in re.sub("--.*", "", TABLES).split(";"):
+        db.execute(statement)
+    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
+
+
+def _stamp_writes(db: sqlite3.Connection, epoch: Callable[[], int]) -> None:
+    db.create_function("row_checksum", -1, lambda *values: _checksum(values), deterministic=True)
+    db.create_function("writer_epoch", 0, epoch)
+    for table, columns in _tables(db).items():
+        for event in ("INSERT", f"UPDATE OF {', '.join(columns)}"):
+            db.execute(
+                f"CREATE TEMP TRIGGER stamp_{table}_{event[:6]} AFTER {event} ON main.{table} BEGIN UPDATE {table} "
+                f"SET epoch = writer_epoch(), checksum = row_checksum({', '.join(f'NEW.{c}' for c in columns)}, "
+                "writer_epoch()) WHERE rowid = NEW.rowid; END"
+            )
+
+
+def _tables(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """Return the columns of each table, without the stamp."""
+    names = [name for (name,) in db.execute("SELECT name FROM main.sqlite_schema WHERE type = 'table' ORDER BY name")]
+    return {
+        name: [column for _, column, *_ in db.execute(f"PRAGMA main.table_info({name})") if column not in _STAMP]
+        for name in names
+    }
+
+
+def _checksum(values: tuple[object, ...]) -> int:
+    return zlib.crc32(msgspec.msgpack.encode(values))
+
+
+def _migrate(db: sqlite3.Connection, epoch: Callable[[], int]) -> None:
+    """Rebuild the tables of an older schema in one transaction; its rows get their first stamps."""
+    with transaction(db):
+        old = _tables(db)
+        covered = db.execute("SELECT MAX(step) FROM draws WHERE state = 'trained'").fetchone()[0]
+        db.execute("UPDATE draws SET state = 'shipped' WHERE state = 'trained'")
+        db.execute("DROP INDEX draws_by_state")
+        for table in old:
+            db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+        _create(db)
+        _stamp_writes(db, epoch)
+        if covered is not None:
+            db.execute("INSERT INTO covered (id, step) VALUES (1, ?)", (covered,))
+        for table, columns in old.items():
+            names = ", ".join(columns)
+            db.execute(f"INSERT INTO {table} ({names}) SELECT {names} FROM old_{table}")
+            db.execute(f"DROP TABLE old_{table}")
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def find_damage(db: sqlite3.Connection) -> Iterator[str]:
+    """Yield a sentence for each damage of the database; a row is checked only if its schema has checksums."""
+    for (line,) in db.execute(f"PRAGMA integrity_check({MAX_REPORTED})"):
+        if line != "ok":
+            yield f"SQLite's integrity check: {line}"
+    if db.execute("PRAGMA user_version").fetchone()[0] != JOURNAL_SCHEMA:
+        if "covered" in _tables(db):
+            yield "its schema number is not that of its tables"
+        return
+    if _definitions(db) != _definitions(_NEW):
+        yield "its tables are not those that Headrace creates"
+        return
+    db.text_factory = lambda content: content.decode(errors="surrogateescape")  # damaged text may not be UTF-8
+    try:
+        for table, columns in _tables(db).items():
+            rows = db.execute(f"SELECT rowid, {', '.join(columns)}, {', '.join(_STAMP)} FROM main.{table}")
+            damaged = (row[0] for row in rows if not _is_whole(row[1:]))
+            for rowid in islice(damaged, MAX_REPORTED):
+                yield f"row {rowid} of table {table} does not match its checksum"
+    finally:
+        db.text_factory = str
+
+
+def _is_whole(row: tuple[object, ...]) -> bool:
+    try:
+        return _checksum(row[:-1]) == row[-1]
+    except UnicodeEncodeError:
+        return False
+
+
+def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
+    rows = db.execute("SELECT type, name, tbl_name, sql FROM main.sqlite_schema ORDER BY type, name").fetchall()
+    return [(*row[:3], " ".join(str(row[3]).split())) for row in rows]
+
+
+_NEW = sqlite3.connect(":memory:", check_same_thread=False)
+"""An empty journal, for its definitions."""
+_create(_NEW)
+
+_LOG_HEADER = struct.Struct(">8I")
+_FRAME_HEADER = struct.Struct(">6I")
+
+
+def check_log(path: Path) -> None:
+    """Raise `BadInput` if SQLite would ignore a part of the write-ahead log because of damage in it.
+
+    A transaction that was being written when the process was killed is not damage: nothing comes after it.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    content = log.read_bytes() if log.is_file() else b""
+    while content and (place := _ignored_part(content)) is not None:
+        again = log.read_bytes() if log.is_file() else b""
+        if again == content:  # else a process was writing
+            raise BadInput(
+                f"the journal's write-ahead log is damaged at byte {place}: the commits from there on are lost",
+                file=log,
+                fix=f"Restore copies of it and of {path.name} from the same time. Without them, delete both to start "
+                "over, or export the newest checkpoint with `headrace export`.",
+            )
+        content = again
+
+
+def _ignored_part(log: bytes) -> int | None:
+    """Return where the damage begins, if frames of the current log follow it."""
+    if len(log) < _LOG_HEADER.size:
+        return 0
+    magic, _, page_size, _, *salts, sum0, sum1 = _LOG_HEADER.unpack_from(log)
+    order = ">" if magic & 1 else "<"
+    sums = _log_sums(log[: _LOG_HEADER.size - 8], (0, 0), order)
+    if magic & ~1 != 0x377F0682 or sums != (sum0, sum1):
+        return 0
+    size, damaged = _FRAME_HEADER.size + page_size, None
+    for start in range(_LOG_HEADER.size, len(log) - size + 1, size):
+        _, _, *frame_salts, sum0, sum1 = _FRAME_HEADER.unpack_from(log, start)
+        if damaged is None:
+            covered = log[start : start + 8] + log[start + _FRAME_HEADER.size : start + size]
+            sums = _log_sums(covered, sums, order)
+            if frame_salts != salts or sums != (sum0, sum1):
+                damaged = start
+        elif frame_salts == salts:
+            return damaged
+    return None
+
+
+def _log_sums(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]:
+    """Return SQLite's running checksum of a write-ahead log after `content`."""
+    first, second = sums
+    for even, odd in struct.iter_unpack(f"{order}2I", content):
+        first = (first + even + second) & 0xFFFFFFFF
+        second = (second + odd + first) & 0xFFFFFFFF
+    return first, second
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """BEGIN ... COMMIT, or ROLLBACK when the block raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
