@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from headrace.safe_text import escape_line
+
 AGAIN = os.EX_TEMPFAIL
 """Exit status (75) of a process that may succeed if it is restarted: the engine under a server died."""
 
@@ -67,7 +69,8 @@ class BadInput(Failure):
     def __str__(self) -> str:
         if len(self.problems) > 1:
             return "\n".join(str(problem) for problem in self.problems)
-        place = "" if self.file is None else f"{self.file}: " if self.line is None else f"{self.file}:{self.line}: "
+        file = escape_line(str(self.file))
+        place = "" if self.file is None else f"{file}: " if self.line is None else f"{file}:{self.line}: "
         shown = "" if self.value is None else shown_value(self.value)
         what = f"{self.key} = {shown}" if self.key and shown else self.key or shown
         fact = self.fact if self.fix is None else f"{self.fact.rstrip('.')}. {self.fix}"
@@ -85,7 +88,7 @@ class DataError(BadInput):
 def shown_value(value: Any) -> str:
     """Return a value as a run file would write it, cut to `LONGEST_VALUE` characters."""
     if isinstance(value, Path):
-        return str(value)
+        return escape_line(str(value))
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):

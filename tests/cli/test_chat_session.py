@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from headrace.cli.main import main
 from headrace.inference.client.chat_stream import ChatClient
+from headrace.observe.console import SafeConsole
 from headrace.tools.chat.conversation import Conversation
 from headrace.tools.chat.session import Session, Terminal, talk
 from tests.cli.chat_stand_in import HANG_UP_WAIT, ChatStandIn, chat_stand_in
@@ -57,9 +57,7 @@ def chat(
 ) -> tuple[str, Conversation]:
     """All that a chat shows, and what was said."""
     screen = screen or Screen()
-    console = Console(
-        file=screen, force_terminal=colours, color_system="standard" if colours else None, highlight=False
-    )
+    console = SafeConsole(file=screen, force_terminal=colours, color_system="standard" if colours else None)
     server = ChatClient(f"{other.url}/v1")
     session = Session(server, server.models()[0], Conversation())
     try:
@@ -114,14 +112,14 @@ def test_thoughts_are_dimmed_and_tool_calls_are_text(other: ChatStandIn):
 def test_a_models_words_cannot_command_the_terminal(other: ChatStandIn):
     other.events = [{"content": "a\x1b[2Jb\r\x9bc\td\n"}]
     shown, _ = chat(other, "Hello?", CTRL_D)
-    assert shown.splitlines()[0].startswith("a\ufffd[2Jb\ufffd\ufffdc")
+    assert shown.splitlines()[0].startswith(r"a\x1b[2Jb\u009bc")
     assert "\x1b" not in shown
 
 
 def test_nor_can_a_servers_words(other: ChatStandIn):
     other.refusal = (400, "no\x1b[2Jsuch")
     shown, _ = chat(other, "Hello?", CTRL_D)
-    assert "no\ufffd[2Jsuch" in shown
+    assert r"no\x1b[2Jsuch" in shown
     assert "\x1b" not in shown
 
 
@@ -209,7 +207,7 @@ class TerminalOutput(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("output", "printed"), [(io.StringIO, "a\x1b[2Jb\tc\n"), (TerminalOutput, "a\ufffd[2Jb\tc\n")])
+@pytest.mark.parametrize(("output", "printed"), [(io.StringIO, "a\x1b[2Jb\tc\n"), (TerminalOutput, "a\\x1b[2Jb\tc\n")])
 def test_a_printed_answer_is_as_the_model_said_it_but_for_what_would_command_a_terminal(
     other: ChatStandIn, monkeypatch: pytest.MonkeyPatch, output: type[io.StringIO], printed: str
 ):

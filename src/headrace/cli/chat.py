@@ -13,8 +13,9 @@ from headrace.errors import BadInput
 from headrace.inference.client.chat_stream import ChatClient, StreamedReply
 from headrace.inference.client.openai_client import ModelEntry
 from headrace.launch.server_target import find_server, start_server
+from headrace.safe_text import unescaped
 from headrace.tools.chat.conversation import SETTINGS, Conversation
-from headrace.tools.chat.session import Session, Terminal, escape_control, talk
+from headrace.tools.chat.session import Session, Terminal, talk
 
 PREFIX = "--inference."
 
@@ -95,10 +96,10 @@ def _choose_model(server: ChatClient, name: str | None) -> ModelEntry:
 
 def _print_answer(session: Session, question: str) -> None:
     """Print the answer while it is generated, without reasoning."""
-    to_terminal = sys.stdout.isatty()
+    output = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # a program reads the exact text
     for chunk in session.stream(question, StreamedReply()):
         if chunk.kind != "thought":
-            print(escape_control(chunk.text) if to_terminal else chunk.text, end="", flush=True)
+            print(chunk.text, end="", file=output, flush=True)
     print(flush=True)
 
 

@@ -7,8 +7,6 @@ import asyncio
 import logging
 from pathlib import Path
 
-from rich.console import Console
-
 from headrace import imports
 from headrace.cli.common import importable
 from headrace.config.base import ConfigError, Tree, as_table
@@ -16,6 +14,7 @@ from headrace.config.files import read_file
 from headrace.environments.fault import fault_of
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
+from headrace.observe.console import SafeConsole
 from headrace.runfile.reading import put_algorithm_keys
 from headrace.tools.check_algorithm.fixtures import algorithm_config
 from headrace.tools.check_algorithm.invariants import check_algorithm
@@ -40,7 +39,7 @@ def run_check_algorithm(arguments: argparse.Namespace) -> int:
     config = algorithm_config(section, str(arguments.config or "command line"))
     logging.getLogger("headrace").addHandler(logging.NullHandler())  # the checks provoke warnings
     report = asyncio.run(check_algorithm(config))
-    Console(highlight=False).print(render_report(report))
+    SafeConsole().print(render_report(report))
     return 0 if report.passed else 1
 
 

@@ -102,12 +102,11 @@ def positive(text: str) -> int:
 @contextmanager
 def progress_line() -> Iterator[Callable[..., None]]:
     """Show a line on the terminal; yields a function of what is being done and, optionally, how much of a total."""
-    from rich.console import Console
-    from rich.text import Text
+    from headrace.observe.console import SafeConsole
 
-    with Console(stderr=True).status("") as status:
+    with SafeConsole(stderr=True).status("") as status:
 
         def show(what: str, done: int = 0, total: int = 0) -> None:
-            status.update(Text(f"{what} ({done}/{total})" if total else what))
+            status.update(f"{what} ({done}/{total})" if total else what)
 
         yield show

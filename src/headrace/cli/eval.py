@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from headrace.cli.common import add_format, importable, positive
 from headrace.config.model import RendererConfig, SamplingConfig
@@ -20,6 +19,7 @@ from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.process import set_variables
 from headrace.launch.saved_config import evaluation_directory, read_run
 from headrace.observe.chart_export import check_format, convert_plots
+from headrace.observe.console import SafeConsole
 from headrace.observe.status import setup_logging
 from headrace.orchestrator.shutdown import run_loop
 from headrace.runfile.reading import parse_value, validate
@@ -99,7 +99,7 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
 def run_eval(arguments: argparse.Namespace) -> int:
     setup_logging()
     evaluation, candidates, subject = prepare(arguments)
-    with show_progress(Console(stderr=True, highlight=False)) as progress:
+    with show_progress(SafeConsole(stderr=True)) as progress:
         outcomes = run_loop(_until_signal(evaluate(evaluation, candidates, progress)))
     if isinstance(outcomes, int):
         print("headrace: stopped; the same command goes on from here", file=sys.stderr)
@@ -170,7 +170,7 @@ def _report(
         lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_record(outcomes[0].scored))
         write_atomically(arguments.zero_shot, lines)
         files.append(arguments.zero_shot)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if any(not result.failure for result in results):
         console.print(score_table(title, results))
         if any(result.lengths for result in results):

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from headrace import __version__
 from headrace.cli.common import RUN_FILES, separate_overrides
 from headrace.errors import BAD_INPUT, BadInput, Failure
+from headrace.safe_text import CONTINUATION, escape_output
 
 FAILED = 1
 
@@ -68,6 +70,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 + n ended by signal n."""
+    escape_output()
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         code = run_command(arguments)
@@ -81,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         explanation = explain(error)
         if explanation is None:
-            raise
+            print(traceback.format_exc().rstrip().replace("\n", CONTINUATION), file=sys.stderr)
+            return FAILED
         print(f"headrace: {explanation.message}", file=sys.stderr)
         return explanation.exit_code
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
-from rich.console import Console
 
 from headrace.cli.common import importable, positive, progress_line
 from headrace.config.base import ConfigError, Tree
+from headrace.observe.console import SafeConsole
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.text.hub import model_directory
 from headrace.tools.probe.findings import list_findings
@@ -60,7 +60,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**msgspec.to_builtins(report), "findings": msgspec.to_builtins(findings)}))
     else:
-        Console(highlight=False).print(render_report(report, findings))
+        SafeConsole().print(render_report(report, findings))
     return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 

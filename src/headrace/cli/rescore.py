@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.common import add_format, progress_line
@@ -18,6 +17,7 @@ from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run, run_directory
 from headrace.observe.chart_export import check_format, convert_plots
+from headrace.observe.console import SafeConsole
 from headrace.tools.rescore.options import algorithms_of, check_rescorable, describe_all, short_name, with_algorithm
 from headrace.tools.rescore.report import comparison_tables, rescore_chart
 from headrace.tools.rescore.rescoring import Outcome, rescore_run
@@ -114,7 +114,7 @@ def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, is_own:
     if outcome.left_out:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(outcome.left_out.items()))
         lines.append(f"left out on both sides: {reasons}")
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(Text("\n".join([*lines, ""])))
     console.print(comparison_tables(comparison))
     console.print(Text("\n".join(["", *_remarks(outcome, is_own), f"plot: {plot}"])), soft_wrap=True)

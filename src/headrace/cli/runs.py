@@ -112,10 +112,9 @@ def configure_tokens(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokens(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from headrace.config.base import ConfigError
     from headrace.launch.saved_config import read_rl_run, run_directory
+    from headrace.observe.console import SafeConsole
     from headrace.observe.token_view import largest, read_tokens, render
     from headrace.text.hub import model_directory
     from headrace.text.tokenizer import Tokenizer
@@ -127,6 +126,6 @@ def run_tokens(arguments: argparse.Namespace) -> int:
     if config.model.name is None:
         raise ConfigError("not set, and text needs the model's tokenizer", key="model.name", file=arguments.run)
     tokenizer = Tokenizer(model_directory(config.model.name))
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(render(header, tokens, tokenizer.decode))
     return 0

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.environments.base import ChatFailed, EpisodeError
 from headrace.environments.fault import Fault, fault_of
-from headrace.rollout.types import printable
+from headrace.safe_text import encodable
 
 ARRAY = 1
 """The code of a numpy array among msgpack's extension types."""
@@ -169,7 +169,7 @@ class Channel(asyncio.Protocol):
             try:
                 message = _messages.decode(bytes(self._buffer[body:end]))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self.cause = f"sent a message that cannot be decoded: {type(error).__name__}: {printable(str(error))}"
+                self.cause = f"sent a message that cannot be decoded: {type(error).__name__}: {encodable(str(error))}"
                 self.abort()
                 return
             self._receive(message)
@@ -198,7 +198,7 @@ class Channel(asyncio.Protocol):
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # sys.exit() in a checker fails its call, not the process
-            reason = printable(str(error.reason)) if isinstance(error, EpisodeError) else None
+            reason = encodable(str(error.reason)) if isinstance(error, EpisodeError) else None
             cause = error.call if isinstance(error, EpisodeError | ChatFailed) else None
             outcome = Failed(call.number, fault_of(error), reason, cause)
         self.send(outcome)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from headrace.safe_text import escape_output
+
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -40,7 +42,8 @@ def parent_ends() -> Iterator[tuple[socket.socket, int, tuple[int, int]]]:
 
 
 def connect_to_parent() -> socket.socket:
-    """In a child: return the socket to the parent, and have this process end with the parent."""
+    """In a child: return the socket to the parent, have this process end with the parent, and escape what it prints."""
+    escape_output()
     channel, lifeline = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     for descriptor in (channel, lifeline):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.types import printable
+from headrace.safe_text import encodable
 
 MAX_FRAMES = 30
 """The innermost frames of a traceback that are kept; a runaway recursion has thousands."""
@@ -37,9 +37,9 @@ class Fault(msgspec.Struct, frozen=True):
 
 def fault_of(error: BaseException) -> Fault:
     summary = traceback.TracebackException.from_exception(error, limit=-MAX_FRAMES)
-    kind = printable(type(error).__name__)
+    kind = encodable(type(error).__name__)
     where = f" {summary.stack[-1].filename}:{summary.stack[-1].lineno}" if summary.stack else ""
-    return Fault(kind, printable(str(summary)), printable(f"{kind}{where}"), printable("".join(summary.format())))
+    return Fault(kind, encodable(str(summary)), encodable(f"{kind}{where}"), encodable("".join(summary.format())))
 
 
 def user_code_location(frames: Sequence[FileLine], folder: str) -> str:

@@ -33,7 +33,7 @@ from headrace.environments.child_process import (
     resident_mb,
 )
 from headrace.environments.fault import fault_of
-from headrace.rollout.types import printable
+from headrace.safe_text import encodable
 
 START_TIMEOUT_S = 120.0
 """For starting a process, and for importing a function in it."""
@@ -284,7 +284,7 @@ def pack(value: Any) -> bytes:
 
 
 def _wrap_texts(value: Any) -> Any:
-    if isinstance(value, str) and printable(value) != value:
+    if isinstance(value, str) and encodable(value) != value:
         return msgspec.msgpack.Ext(NOT_UNICODE, value.encode(errors="surrogatepass"))
     if isinstance(value, dict):
         return {key: _wrap_texts(entry) for key, entry in value.items()}

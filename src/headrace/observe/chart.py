@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
+
+from headrace.safe_text import escape_xml
 
 Points = Sequence[tuple[float, float]]
 
@@ -214,11 +215,11 @@ def document(title: str, width: float, height: float, left: float, body: Sequenc
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}" '
             f'height="{total}" role="img" style="{FONT}">',
-            f"<title>{escape(title)}</title>",
+            f"<title>{escape_xml(title)}</title>",
             f"<style>{DARK_STYLE}</style>",
             f'<rect class="hr-paper" x="0" y="0" width="{width}" height="{total}" fill="{PAPER}"/>',
             f'<text class="hr-text" x="{left}" y="24" fill="{TEXT}" font-size="16" font-weight="600">'
-            f"{escape(title)}</text>",
+            f"{escape_xml(title)}</text>",
             *body,
             *([text(left, height + 8, caption, size=12)] if caption else []),
             "</svg>\n",
@@ -243,7 +244,7 @@ def text(x: float, y: float, content: str, anchor: str = "start", color: str = T
     sized = "" if size is None else f' font-size="{size}"'
     themed = ' class="hr-text"' if color == TEXT else ""
     place = f'x="{x:.1f}" y="{y:.1f}"'
-    return f'<text {place} fill="{color}"{themed} text-anchor="{anchor}"{sized}>{escape(content)}</text>'
+    return f'<text {place} fill="{color}"{themed} text-anchor="{anchor}"{sized}>{escape_xml(content)}</text>'
 
 
 def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import Failure
+from headrace.safe_text import CONTINUATION, escape_output
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -223,14 +224,17 @@ class _Format(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
         text = f"{self.formatTime(record, '%H:%M:%S')} {level}{self._prefix}{record.getMessage()}"
-        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return text.replace("\n", CONTINUATION)
 
 
 def setup_logging(prefix: str = "") -> None:
-    """Log to standard error, which the launcher redirects to a file.
+    """Log to standard error, which the launcher redirects to a file; everything that this process prints is escaped.
 
     With a `prefix`, for one of several equal processes, each line has it and only warnings and errors are logged.
     """
+    escape_output()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Format(prefix))
     logging.basicConfig(level=logging.WARNING if prefix else logging.INFO, handlers=[handler], force=True)

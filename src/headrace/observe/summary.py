@@ -17,6 +17,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.observe.chart import reward_chart
 from headrace.observe.metrics import Curve, History, read_metrics
+from headrace.safe_text import CONTINUATION, escape_line, escape_markdown, markdown_table
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -222,7 +223,7 @@ def write_summary(run: RunDir, history: History | None = None) -> Summary:
 
 
 def title(run: RunDir) -> str:
-    return run.root.resolve().name
+    return escape_line(run.root.resolve().name)
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
@@ -271,18 +272,17 @@ def text(run: RunDir, summary: Summary) -> str:
         cells = table(summary.environments)
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)]
-    return "\n".join(lines + [f"  {sentence}" for sentence in failures(summary.environments)])
+    lines += [f"  {sentence}" for sentence in failures(summary.environments)]
+    return "\n".join(line.replace("\n", CONTINUATION) for line in lines)
 
 
 def page(run: RunDir, summary: Summary) -> str:
     """Return the content of `summary.md`."""
     where = [(label, path.relative_to(run.root)) for label, path in places(run) if path != run.summary]
     lines = [
-        f"# {title(run)}",
+        f"# {escape_markdown(title(run))}",
         "",
-        "| | |",
-        "|---|---|",
-        *(f"| {label} | {value} |" for label, value in rows(summary)),
+        *markdown_table([("", ""), *rows(summary)]),
         "",
         *_environments(summary.environments),
         *([f"![Reward over optimizer steps]({run.plot.name})", ""] if run.plot.exists() else []),
@@ -291,8 +291,8 @@ def page(run: RunDir, summary: Summary) -> str:
         *(f"- {label}: [`{path}`]({path})" for label, path in where),
     ]
     if settings := _settings(run):
-        lines += ["", "## Configuration", "", *(f"- `{key}` = `{value}`" for key, value in settings)]
-    lines += ["", f"The same numbers as JSON: `headrace summary {run.root} --json`", ""]
+        lines += ["", "## Configuration", "", *(f"- `{key}` = `{escape_line(str(value))}`" for key, value in settings)]
+    lines += ["", f"The same numbers as JSON: `headrace summary {escape_line(str(run.root))} --json`", ""]
     return "\n".join(lines)
 
 
@@ -301,10 +301,8 @@ def _environments(entries: Sequence[EnvironmentReport]) -> list[str]:
     sentences = failures(entries)
     if len(entries) < 2 and not sentences:
         return []
-    titles, *cells = table(entries)
-    rows = [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *cells)]
-    listed = [f"- {' '.join(sentence.split())}" for sentence in sentences]
-    return ["## By environment", "", *rows, "", *listed, *([""] if listed else [])]
+    listed = [f"- {escape_markdown(' '.join(sentence.split()))}" for sentence in sentences]
+    return ["## By environment", "", *markdown_table(table(entries)), "", *listed, *([""] if listed else [])]
 
 
 def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:

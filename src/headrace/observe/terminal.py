@@ -19,9 +19,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.console import SafeConsole
 from headrace.observe.metrics import History, Record
 from headrace.observe.status import ProcessStatus
 from headrace.observe.summary import duration
+from headrace.safe_text import CONTINUATION
 
 Statuses = Mapping[str, ProcessStatus]
 
@@ -71,8 +73,8 @@ class LiveRegion:
         self._live.update(content, refresh=True)
 
     def say(self, message: str) -> None:
-        self._messages.append(message)
-        self.console.print(Text(message))
+        self._messages.append(message.replace("\n", CONTINUATION))
+        self.console.print(Text(self._messages[-1]))
 
     def finish(self, content: RenderableType) -> None:
         self.draw(content)
@@ -120,7 +122,7 @@ class PlainView:
 
     def say(self, message: str) -> None:
         # Not wrapped: a message is one line of the log file.
-        self._console.print(Text(message), soft_wrap=True)
+        self._console.print(Text(message.replace("\n", CONTINUATION)), soft_wrap=True)
 
     def close(self, history: History, statuses: Statuses) -> None:
         self._show_evals(history)
@@ -156,7 +158,7 @@ View = LiveView | PlainView
 
 def make_view(title: str, max_steps: int, console: Console | None = None) -> View:
     """Return the live view on a terminal, plain lines otherwise."""
-    console = console or Console()
+    console = console or SafeConsole()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveView(title, max_steps, console) if live else PlainView(max_steps, console)
 
@@ -185,7 +187,11 @@ def render(
             line.append("  " + ", ".join(f"{key} {number(value)}" for key, value in gauges[:MAX_GAUGES]), "dim")
         body.add_row(name, line)
     head = _head(title, min(history.step, max_steps), max_steps, clock, width)
-    return Group(head, *([] if affected is None else [Text(problem(affected, now), style="yellow")]), body)
+    return Group(
+        head,
+        *([] if affected is None else [Text(problem(affected, now).replace("\n", CONTINUATION), style="yellow")]),
+        body,
+    )
 
 
 def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> RenderableType:

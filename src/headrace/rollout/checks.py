@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.rollout.types import NOT_SAMPLED, Message, Rollout, RolloutError, Sample, Turn, printable
+from headrace.rollout.types import NOT_SAMPLED, Message, Rollout, RolloutError, Sample, Turn
+from headrace.safe_text import encodable
 
 LARGEST_REWARD = 1e30
 """Advantages are float32 (at most 3e38): leaves room for differences, weights and bonuses of rewards."""
@@ -110,7 +111,7 @@ def normalize_fields(rollout: Rollout) -> None:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {_shown(value)}, not a string")
-    if printable(value) != value:
+    if encodable(value) != value:
         raise ValueError(f"{name} is {_shown(value)}, not valid Unicode")
     return str(value)
 

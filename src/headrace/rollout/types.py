@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.safe_text import encodable
+
 Message = dict[str, Any]
 NOT_SAMPLED = -1
 """The entry of `Sample.versions` for a token that the policy did not sample."""
@@ -30,11 +32,6 @@ KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(
     ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"), np.dtype(np.float32)
 )
 """Streams that the trainer reads; it ignores other streams of a sample."""
-
-
-def printable(text: str) -> str:
-    """Return the text with unpaired surrogates escaped, so that it can be encoded."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -170,7 +167,7 @@ class RolloutError(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:  # may quote invalid Unicode from users' code
-            msgspec.structs.force_setattr(self, field, printable(str(getattr(self, field))))
+            msgspec.structs.force_setattr(self, field, encodable(str(getattr(self, field))))
 
 
 class Rollout(msgspec.Struct):

@@ -298,7 +298,7 @@ def test_the_card_tells_what_is_known(hub: Hub, run: Path):
     assert "A run of reinforcement learning with Headrace" in card
     assert "It began with a local model, `the-base`." in card
     assert "| train reward | 0.150 → 0.700 (+0.550) |" in card  # the first and the last two of five steps
-    assert "| `orchestrator.train.env` | `reverse-text` |" in card
+    assert "| orchestrator.train.env | reverse-text |" in card
     assert "headrace pull team/mill mill" in card
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -13,12 +12,12 @@ from rich.text import Text
 from headrace.errors import BadInput
 from headrace.inference.client.chat_stream import ChatClient, ReplyChunk, StreamedReply
 from headrace.inference.client.openai_client import ModelEntry, OpenAIError, OpenAIRejected
+from headrace.observe.console import SafeConsole
 from headrace.tools.chat.conversation import Conversation, ExitChat, question_of, read_line, run_chat_command
 
 INITIAL_VERSION = "0-0"
 """The version of weights that were never updated."""
 STYLES = {"text": "", "thought": "dim", "call": "cyan"}
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ContextFull(OpenAIRejected):
@@ -85,7 +84,7 @@ class Terminal:
     """Prints the chunks of replies, and notes on lines of their own."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or SafeConsole()
         self._kind: str | None = None
         self._at_line_start = True
 
@@ -106,13 +105,8 @@ class Terminal:
         self._kind = None
 
     def _write(self, text: str, style: str = "") -> None:
-        self._console.print(Text(escape_control(text), style), end="", soft_wrap=True)
+        self._console.print(Text(text, style), end="", soft_wrap=True)
         self._at_line_start = text.endswith("\n")
-
-
-def escape_control(text: str) -> str:
-    """Replace characters that control a terminal, which the text of a model or server must not do."""
-    return CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def talk(session: Session, terminal: Terminal, read: Callable[[str], str]) -> None:

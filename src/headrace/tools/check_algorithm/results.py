@@ -60,9 +60,8 @@ def render_report(report: ConformanceReport) -> RenderableType:
 
 
 def _describe(result: CheckResult) -> Text:
-    """Return the check's description and detail, with control characters escaped."""
-    letters = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in result.verdict.detail)
-    detail = "".join(letters)
+    """Return the check's description and detail."""
+    detail = result.verdict.detail
     match result.verdict.kind:
         case "does not apply":
             return Text(detail, "dim")

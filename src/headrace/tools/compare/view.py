@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.observe.chart import comparison_chart
 from headrace.observe.summary import duration
+from headrace.safe_text import escape_line, escape_markdown, markdown_table
 from headrace.tools.compare.comparison import (
     ComparisonWithCurves,
     RunComparison,
@@ -62,12 +63,12 @@ def write_page(compared: ComparisonWithCurves, directory: Path) -> list[Path]:
 
 
 def page(comparison: RunComparison, charts: Sequence[str]) -> str:
-    lines = [f"# {', '.join(variant.name for variant in comparison.variants)}", ""]
+    lines = [f"# {escape_markdown(', '.join(variant.name for variant in comparison.variants))}", ""]
     for chart in charts:
         lines += [f"![{chart.removesuffix('.svg')} over optimizer steps]({chart})", ""]
     for title, cells in tables(comparison):
-        lines += [f"## {title}", "", *markdown(cells), ""]
-    lines += [f"- {line}" for line in (*sentences(comparison), *comparison.notes)]
+        lines += [f"## {escape_markdown(title)}", "", *markdown_table(cells), ""]
+    lines += [f"- {escape_markdown(line)}" for line in (*sentences(comparison), *comparison.notes)]
     return "\n".join([*lines, ""])
 
 
@@ -161,6 +162,7 @@ def _sentence(d: Difference, limit: float, at: int | None) -> str:
 
 def align(cells: Cells) -> str:
     """Format a table with its first column left-aligned and the others right-aligned."""
+    cells = [[escape_line(cell) for cell in row] for row in cells]
     cells = [
         [row[0], *(cell if len(cell) <= MAX_CELL_CHARS else f"...{cell[3 - MAX_CELL_CHARS :]}" for cell in row[1:])]
         for row in cells
@@ -169,12 +171,6 @@ def align(cells: Cells) -> str:
     return "\n".join(
         "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
     )
-
-
-def markdown(cells: Cells) -> list[str]:
-    """Return the lines of a Markdown table."""
-    titles, *rows = ([cell.replace("|", r"\|") for cell in row] for row in cells)
-    return ["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows)]
 
 
 def number(value: float) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -89,7 +88,7 @@ def score_table(title: str, results: Sequence[ModelResult]) -> Table:
             return ""
         if name == "tokens" or "thinking" in name:
             return f"{estimate.value:.1f}"
-        interval = rf" \[{estimate.low:.3f}, {estimate.high:.3f}]" if name.startswith("avg@") else ""
+        interval = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if name.startswith("avg@") else ""
         return f"{estimate.value:.3f}{interval}"
 
     table = Table(Column("model", overflow="fold"), title=Text(title))
@@ -133,12 +132,12 @@ def show_progress(console: Console) -> Iterator[ShowProgress]:
     if not console.is_terminal:
         yield _print_progress(console)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as bars:
 
         @contextmanager
         def show(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
-            task = bars.add_task(escape(name), total=total, completed=done)
+            task = bars.add_task(name, total=total, completed=done)
             yield lambda: bars.advance(task)
             bars.stop_task(task)
 
@@ -147,7 +146,7 @@ def show_progress(console: Console) -> Iterator[ShowProgress]:
 
 def _print_progress(console: Console) -> ShowProgress:
     def print_line(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
     @contextmanager
     def show(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:

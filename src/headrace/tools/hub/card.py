@@ -10,6 +10,7 @@ from headrace import __version__
 from headrace.config.files import read_toml
 from headrace.observe.summary import rows, summarize, title
 from headrace.runfile.reading import leaves
+from headrace.safe_text import markdown_table
 from headrace.tools.hub.layout import CONFIG, RUN
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -33,14 +34,14 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     supervised = "data" in tree
     what = "supervised training" if supervised else "reinforcement learning"
     began = f"`{base}`" if base else f"a local model, `{base_folder}`"
-    settings = [f"| `{key}` | `{value}` |" for key, value in _settings(tree).items()]
+    settings = [("key", "value"), *((key, str(value)) for key, value in _settings(tree).items())]
     model = ["The final model:", "", LOADING.format(repo=repo), ""] if "config.json" in files else []
     return "\n".join(
         [
             *_head({"library_name": "transformers", "base_model": base}, ["headrace", "sft" if supervised else "rl"]),
             *(f"# {title(run)}", "", f"A run of {what} with Headrace {__version__}. It began with {began}.", ""),
             *_results(run, files),
-            *("## Settings", "", "| key | value |", "|---|---|", *settings, ""),
+            *("## Settings", "", *markdown_table(settings), ""),
             *(f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).", "", "## What is here", "", *model),
             *("The run, as a directory that `headrace summary` and `headrace eval` read:", ""),
             *_pulling(repo, title(run)),
@@ -83,9 +84,8 @@ def _results(run: RunDir, files: Sequence[str]) -> list[str]:
     if not run.metrics.is_file():
         return []
     plot = run.plot.name
-    table = [f"| {label} | {value} |" for label, value in rows(summarize(run))]
     shown = [f"![Reward over optimizer steps]({plot})", ""] if plot in files else []
-    return ["## Results", "", "| | |", "|---|---|", *table, "", *shown]
+    return ["## Results", "", *markdown_table([("", ""), *rows(summarize(run))]), "", *shown]
 
 
 def _settings(tree: dict[str, Any]) -> dict[str, Any]:

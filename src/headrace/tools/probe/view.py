@@ -53,12 +53,12 @@ def _headline(report: ProbeReport) -> str:
 def _prompts(prompts: Prompts) -> Iterator[RenderableType]:
     for number, shown in enumerate(prompts.shown, 1):
         title = f"prompt {number}, task {shown.task} ({shown.key}): {shown.tokens} tokens"
-        yield Text(_printable(title), "bold")
+        yield Text(title, "bold")
         text = shown.text if number == 1 else _without_shared_prefix(shown.text, prompts.shown[0].text)
         if (omitted := len(text) - MAX_PROMPT_CHARS) > 0:
             half = MAX_PROMPT_CHARS // 2
             text = f"{text[:half]}\n[... {omitted:,} characters ...]\n{text[-half:]}"
-        yield Padding(Text(_printable(text.rstrip())), (0, 0, 1, 2))
+        yield Padding(Text(text.rstrip()), (0, 0, 1, 2))
     if prompts.tools:
         yield Text("tools that the prompts offer", "bold")
         lines = []
@@ -67,7 +67,7 @@ def _prompts(prompts: Prompts) -> Iterator[RenderableType]:
             arguments = ", ".join(f"{name}: {kind}" for name, kind in types.items())
             share = "" if tool.share > 0.999 else f" [in {tool.share:.0%} of the prompts]"
             lines.append(f"{tool.name}({arguments}){share}: {tool.description}")
-        yield Padding(Text(_printable("\n".join(lines))), (0, 0, 1, 2))
+        yield Padding(Text("\n".join(lines)), (0, 0, 1, 2))
     if prompts.lengths:
         longest, conversation = max(prompts.lengths), max(prompts.conversation_lengths)
         yield Text(f"longest of {len(prompts.lengths)} prompts: {longest} tokens; longest conversation: {conversation}")
@@ -156,7 +156,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column()
     for finding in findings:
-        text = Text(_printable(finding.seen))
+        text = Text(finding.seen)
         table.add_row(Text(finding.severity, COLOURS[finding.severity]), Text.assemble(text, "\n", (finding.do, "dim")))
     return table
 
@@ -166,8 +166,3 @@ def _without_shared_prefix(text: str, first: str) -> str:
     pairs = zip(text.splitlines(keepends=True), first.splitlines(keepends=True), strict=False)
     same = "".join(line for line, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return text if len(same) < MIN_SHARED_CHARS else f"[as in prompt 1]\n{text[len(same) :]}"
-
-
-def _printable(text: str) -> str:
-    """Escape control characters."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

@@ -27,7 +27,8 @@ from headrace.environments.fault import user_code_location
 from headrace.environments.registry import load_environment, location_of
 from headrace.environments.script import as_reply
 from headrace.errors import Failure
-from headrace.rollout.types import Message, Rollout, Task, printable
+from headrace.rollout.types import Message, Rollout, Task
+from headrace.safe_text import encodable
 from headrace.tools.probe.completions import BY_NAME, ChatState, NoGold, ScriptedCompletion
 from headrace.tools.probe.report import EpisodeProblem, Exchange, LoadResult, ProbeEpisode, episode_rewards
 
@@ -208,7 +209,7 @@ class LoopMonitor:
 
 
 def _shorten(text: str) -> str:
-    text = printable(text)
+    text = encodable(text)
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
 
 

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.console import SafeConsole
 from headrace.observe.metrics import History, Tail
 from headrace.observe.summary import duration
 from headrace.observe.terminal import LiveRegion
+from headrace.safe_text import CONTINUATION
 from headrace.tools.sweep.record import State
 from headrace.transport.run_dir import RunDir
 
@@ -60,7 +62,7 @@ class SweepView:
 
     def __init__(self, title: str, runs: Sequence[RunProgress], console: Console | None = None) -> None:
         self._title, self._runs = title, runs
-        self._console = console or Console()
+        self._console = console or SafeConsole()
         self._next = 0.0
         live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = LiveRegion(self._console) if live else None
@@ -79,7 +81,7 @@ class SweepView:
         if self._live is not None:
             self._live.say(message)
         else:  # soft_wrap: one line of a log file or a pipe stays one line
-            self._console.print(Text(message), soft_wrap=True)
+            self._console.print(Text(message.replace("\n", CONTINUATION)), soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:

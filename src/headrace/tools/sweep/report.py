@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +14,13 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.observe.summary import duration
+from headrace.safe_text import escape_markdown, escape_xml, markdown_table
 from headrace.tools.compare.comparison import RunComparison, compare_runs
 from headrace.tools.compare.significance import Difference
 from headrace.tools.compare.view import (
     Cells,
     align,
     format_spread,
-    markdown,
     number,
     signed,
     significance_limit,
@@ -236,15 +235,15 @@ def run_table(results: Results) -> Cells:
 
 def format_markdown(title: str, introduction: str, sections: Sequence[Section]) -> str:
     """Return a page with links to its charts."""
-    lines = [f"# {title}", "", introduction, ""]
+    lines = [f"# {escape_markdown(title)}", "", escape_markdown(introduction), ""]
     for section in sections:
-        lines += [f"## {section.title}", ""]
+        lines += [f"## {escape_markdown(section.title)}", ""]
         for chart in section.charts:
-            lines += [f"![{chart.title}]({chart.file})", ""]
+            lines += [f"![{escape_markdown(chart.title)}]({chart.file})", ""]
         if section.cells:
-            lines += [*markdown(section.cells), ""]
+            lines += [*markdown_table(section.cells), ""]
         for note in section.notes:
-            first, *rest = note.splitlines()
+            first, *rest = map(escape_markdown, note.split("\n"))
             lines += [f"- {first}", *([""] if rest else []), *(f"  {line}" for line in rest)]
         lines += [""] if section.notes else []
     return "\n".join(lines)
@@ -256,11 +255,11 @@ def format_html(title: str, introduction: str, sections: Sequence[Section]) -> s
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1><p>{escape(introduction)}</p>",
+        f"<title>{escape_xml(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape_xml(title)}</h1><p>{escape_xml(introduction)}</p>",
     ]
     for section in sections:
-        parts.append(f"<h2>{escape(section.title)}</h2>")
+        parts.append(f"<h2>{escape_xml(section.title)}</h2>")
         parts += [f"<figure>{chart.svg}</figure>" for chart in section.charts]
         parts += [_html_table(section.cells)] if section.cells else []
         parts += ["<ul>", *map(_html_note, section.notes), "</ul>"] if section.notes else []
@@ -269,12 +268,12 @@ def format_html(title: str, introduction: str, sections: Sequence[Section]) -> s
 
 def _html_table(cells: Cells) -> str:
     titles, *rows = cells
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in titles)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{escape_xml(cell)}</th>" for cell in titles)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape_xml(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def _html_note(note: str) -> str:
     first, *rest = note.splitlines()
-    block = f"<pre>{escape(chr(10).join(rest))}</pre>" if rest else ""
-    return f"<li>{escape(first)}{block}</li>"
+    block = f"<pre>{escape_xml(chr(10).join(rest))}</pre>" if rest else ""
+    return f"<li>{escape_xml(first)}{block}</li>"

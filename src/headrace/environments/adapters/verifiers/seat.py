@@ -20,6 +20,7 @@ from headrace.environments.adapters.verifiers.toolsets import Tools
 from headrace.environments.base import Context, PromptTooLong, Reply, ToolCall
 from headrace.environments.tools import is_plain
 from headrace.rollout.types import Message, Turn
+from headrace.safe_text import encodable
 
 CONTEXT_FULL = "context_full"
 """The stop condition of a run whose conversation has reached `seq_len`."""
@@ -194,9 +195,9 @@ def _response(reply: Reply, model: str) -> Any:
         id="",
         created=0,
         model=model,
-        message=vf.AssistantMessage(
-            content=_printable(message.get("content")) or None,
-            reasoning_content=_printable(message.get("reasoning_content")) or None,
+        message=vf.AssistantMessage(  # valid Unicode: verifiers hashes messages
+            content=encodable(str(message.get("content") or "")) or None,
+            reasoning_content=encodable(str(message.get("reasoning_content") or "")) or None,
             tool_calls=calls or None,
         ),
         finish_reason=finish,
@@ -223,8 +224,3 @@ def _tool_message(**fields: Any) -> Any:
     """Return a tool message within the length limits of verifiers."""
     bounded = verifiers("harnesses.utils.compaction").bound_tool_message(fields)
     return verifiers().ToolMessage.model_validate(bounded)
-
-
-def _printable(text: Any) -> str:
-    """Return valid Unicode: verifiers hashes messages and cannot hash lone surrogates."""
-    return str(text or "").encode(errors="replace").decode()
