@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.launch.heartbeat import Heartbeat
+from tests.observe.test_status import Clocks
 
 
 @contextmanager
@@ -49,8 +50,23 @@ def test_the_file_says_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> No
     assert first["last_progress"] == first["time"]
     heartbeat.update(step=3, moves=7, problem="")
     heartbeat.close("finished")
-    last = json.loads(path.read_text())
-    assert last["state"] == "finished" and last["last_progress"] == first["last_progress"]
+    assert json.loads(path.read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("jump_s", [172_800.0, -172_800.0])
+def test_setting_the_wall_clock_neither_delays_the_file_nor_changes_the_time_since_the_last_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    path, clocks = tmp_path / "heartbeat.json", Clocks(monkeypatch)
+    heartbeat = Heartbeat(path)
+    heartbeat.update(1, 1, "")
+    clocks.wall += jump_s
+    for seconds in (6, 12):
+        clocks.advance(6.0)
+        heartbeat.update(1, 1, "")
+        written = json.loads(path.read_text())
+        assert written["time"] == clocks.wall
+        assert written["time"] - written["last_progress"] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("state", "posts"), [("finished", ["running", "finished"]), ("failed", ["running"])])

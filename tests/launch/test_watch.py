@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from headrace.launch.supervisor import Watch, not_up
-from headrace.observe.status import ProcessStatus, Progress
+from headrace.observe.status import ObservedStatus, Progress
 
 
-def status(name: str, time: float, state: str = "working", waiting_for: str = "", since: float = 0.0) -> ProcessStatus:
-    return ProcessStatus(name, 1, time, state, waiting_for, since)
+def status(name: str, state: str = "working", waiting_s: float = 0.0, silent_s: float = 0.0) -> ObservedStatus:
+    waiting_for = "batch 3 from the orchestrator" if waiting_s else ""
+    return ObservedStatus(name, 1, 1000.0, state, waiting_for, 1000.0 - waiting_s, silent_s=silent_s)
 
 
 def reported_at(watch: Watch, until: int, progress_at: frozenset[int] = frozenset()) -> list[int]:
     moments, progress = [], 0
     for now in range(until):
         progress += now in progress_at
-        if watch.find_problems(now, progress, {"trainer": status("trainer", now)}):
+        if watch.find_problems(now, progress, {"trainer": status("trainer")}):
             moments.append(now)
     return moments
 
@@ -34,7 +35,7 @@ def test_progress_restarts_the_minute() -> None:
     [([], 60), ([2.0, 3.0], 60), ([84.0], 252), ([500.0, *[30.0] * 10], 90)],
 )
 def test_a_stall_is_judged_by_the_longest_recent_step(step_seconds: list[float], threshold: float) -> None:
-    watch, statuses = Watch(0.0), {"trainer": status("trainer", threshold)}
+    watch, statuses = Watch(0.0), {"trainer": status("trainer")}
     assert watch.find_problems(threshold - 1, 0, statuses, step_seconds) == []
     assert len(watch.find_problems(threshold, 0, statuses, step_seconds)) == 1
 
@@ -46,26 +47,25 @@ def test_steps_that_take_longer_than_a_minute_are_not_called_a_stall() -> None:
 
 
 def test_a_micro_batch_counts_as_progress() -> None:
-    def training(now: int) -> dict[str, ProcessStatus]:
+    def training(now: int) -> dict[str, ObservedStatus]:
         micro_batch = Progress("micro-batch", min(now // 50, 4), 4, 0.0)
-        return {"trainer": ProcessStatus("trainer", 1, now, "training step 1", progress=micro_batch)}
+        return {"trainer": ObservedStatus("trainer", 1, now, "training step 1", progress=micro_batch)}
 
     watch = Watch(0.0)
     assert [now for now in range(300) if watch.find_problems(now, 0, training(now))] == [260]
 
 
 def test_a_reported_problem_is_not_a_stall() -> None:
-    retrying = ProcessStatus("orchestrator", 1, 0.0, "collecting batch 1", problem="every reward was 0")
+    retrying = ObservedStatus("orchestrator", 1, 0.0, "collecting batch 1", problem="every reward was 0")
     watch = Watch(0.0)
     for now in range(300):
-        retrying.time = now
         assert watch.find_problems(now, 0, {"orchestrator": retrying}) == []
 
 
 def test_the_message_has_the_activity_of_each_process() -> None:
     statuses = {
-        "inference": status("inference", 60, "serving"),
-        "trainer": status("trainer", 60, "idle", "batch 3 from the orchestrator", 5),
+        "inference": status("inference", "serving"),
+        "trainer": status("trainer", "idle", waiting_s=55),
     }
     assert Watch(0.0).find_problems(60, 0, statuses) == [
         "no progress for 60 s (no step has finished yet). "
@@ -75,16 +75,17 @@ def test_the_message_has_the_activity_of_each_process() -> None:
 
 def test_a_silent_process_is_named_once_and_again_only_after_twice_the_time() -> None:
     watch = Watch(0.0)
-    reported = [now for now in range(300) if watch.find_problems(now, now, {"trainer": status("trainer", 0)})]
+    silent = (status("trainer", silent_s=now) for now in range(300))
+    reported = [now for now, trainer in enumerate(silent) if watch.find_problems(now, now, {"trainer": trainer})]
     assert reported == [60, 120, 240]
 
 
 def test_a_process_is_up_once_it_does_something_else_than_starting() -> None:
     statuses = {
-        "inference": status("inference", 9, "serving"),
-        "trainer": status("trainer", 9, "starting", "weights from the disk", 4),
+        "inference": status("inference", "serving"),
+        "trainer": status("trainer", "starting", waiting_s=5),
     }
-    assert not_up(["inference", "trainer", "orchestrator"], statuses, 9.0) == [
-        "trainer (starting, waiting for weights from the disk (5 s))",
+    assert not_up(["inference", "trainer", "orchestrator"], statuses) == [
+        "trainer (starting, waiting for batch 3 from the orchestrator (5 s))",
         "orchestrator (has not reported yet)",
     ]

@@ -16,7 +16,7 @@ from headrace.cli.main import main
 from headrace.errors import BadInput
 from headrace.observe.console import SafeConsole
 from headrace.observe.metrics import History, MetricsLog
-from headrace.observe.status import ProcessStatus
+from headrace.observe.status import ObservedStatus
 from headrace.observe.terminal import make_view
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.safe_text import escape_control, escape_line, escape_markdown, escape_xml
@@ -138,7 +138,7 @@ def test_a_sweep_reports_it_escaped(tmp_path: Path):
 def test_the_views_of_a_run_show_it_escaped_and_without_markup(is_terminal: bool):
     screen = io.StringIO()
     view = make_view(NAME, 5, SafeConsole(file=screen, width=200, force_terminal=is_terminal, color_system=None))
-    status = ProcessStatus(NAME, 1, 0.0, HOSTILE, waiting_for=HOSTILE, problem=HOSTILE, gauges={NAME: HOSTILE})
+    status = ObservedStatus(NAME, 1, 0.0, HOSTILE, waiting_for=HOSTILE, problem=HOSTILE, gauges={NAME: HOSTILE})
     view.say(f"orchestrator: {HOSTILE}")
     view.show(History(), {NAME: status})
     view.close(History(), {NAME: status})

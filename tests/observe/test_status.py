@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.observe.status import ProcessStatus, Progress, Status, read_status
+import pytest
+
+from headrace.launch.supervisor import Watch
+from headrace.observe.status import ProcessStatus, Progress, Status, StatusReader, read_status
 
 
 def written(status: Status) -> ProcessStatus:
@@ -16,10 +19,10 @@ def test_progress_belongs_to_a_state_and_has_the_time_of_its_last_change(tmp_pat
     status = Status(tmp_path, "trainer", interval=60.0)
     status.set("training step 1")
     status.advance("micro-batch", 1, 7)
-    first = written(status).progress
+    first = status.current.progress
     assert first == Progress("micro-batch", 1, 7, first.since if first else 0.0)
     status.advance("micro-batch", 1, 7)
-    assert written(status).progress == first
+    assert status.current.progress is first
     status.set("training step 2")
     assert written(status).progress is None
     status.close("finished")
@@ -28,13 +31,54 @@ def test_progress_belongs_to_a_state_and_has_the_time_of_its_last_change(tmp_pat
 def test_a_problem_keeps_the_time_at_which_it_began_while_its_text_changes(tmp_path: Path) -> None:
     status = Status(tmp_path, "orchestrator", interval=60.0)
     status.set_problem("1 batch had nothing to train on")
-    began = written(status).problem_since
+    began = status.current.problem_since
     assert began > 0
     status.set_problem("2 batches in a row had nothing to train on")
-    assert written(status).problem_since == began
+    assert status.current.problem_since == began
     status.set_problem("")
     assert written(status).problem == ""
     status.set_problem("1 batch had nothing to train on")
-    assert written(status).problem_since > began
+    assert status.current.problem_since > began
     status.close("finished")
     assert read_status(tmp_path)["orchestrator"].problem == ""
+
+
+class Clocks:
+    """The clocks of a machine: a wall clock that can be set, and a monotonic one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wall, self.monotonic = 1.8e9, 500.0
+        monkeypatch.setattr("time.time", lambda: self.wall)
+        monkeypatch.setattr("time.monotonic", lambda: self.monotonic)
+
+    def advance(self, seconds: float) -> None:
+        self.wall += seconds
+        self.monotonic += seconds
+
+
+@pytest.mark.parametrize("jump_s", [172_800.0, -172_800.0, 0.0])
+def test_setting_the_wall_clock_changes_no_age_and_reports_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    status = Status(tmp_path, "trainer", interval=3600.0)
+    clocks = Clocks(monkeypatch)
+    reader, watch = StatusReader(tmp_path, lambda: clocks.monotonic), Watch(clocks.monotonic)
+    status.set("training")
+    status.begin_wait("batch 7 from the orchestrator")
+    status.set_problem("every reward was 0")
+    status.advance("micro-batch", 1, 7)
+    for second in range(50):
+        written(status)
+        seen = reader.read()["trainer"]
+        assert seen.silent_s == 0.0
+        ages = [seen.age(since) for since in (seen.waiting_since, seen.problem_since, seen.progress.since)]
+        assert ages == pytest.approx([second] * 3, abs=1e-5)  # rounding: a wall clock has 1e-7 s
+        assert watch.find_problems(clocks.monotonic, 0, {"trainer": seen}) == []
+        clocks.advance(1.0)
+        if second == 20:
+            clocks.wall += jump_s
+    status.close("failed")
+    reader.read()
+    clocks.advance(30.0)
+    clocks.wall += jump_s
+    assert reader.read()["trainer"].silent_s == pytest.approx(30.0)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headrace.observe import terminal
 from headrace.observe.metrics import History
-from headrace.observe.status import ProcessStatus, Progress
+from headrace.observe.status import ObservedStatus, Progress
 from headrace.observe.terminal import (
     LABEL_WIDTH,
     LiveView,
@@ -57,11 +57,11 @@ def test_the_live_view_shows_progress_reward_speed_and_who_waits_for_whom() -> N
     seen.add({"step": 0, "time": 100.0, "process": "orchestrator", "eval/a/avg@1": 0.1})
     seen.add({"step": 10, "time": 120.0, "process": "orchestrator", "eval/a/avg@1": 0.9})
     statuses = {
-        "inference": ProcessStatus("inference", 1, 130.0, "serving", gauges={"engine/running": 12}),
-        "trainer": ProcessStatus("trainer", 2, 130.0, "idle", "batch 11 from the orchestrator", 127.0),
+        "inference": ObservedStatus("inference", 1, 130.0, "serving", gauges={"engine/running": 12}),
+        "trainer": ObservedStatus("trainer", 2, 130.0, "idle", "batch 11 from the orchestrator", 127.0),
     }
     console = Console(file=io.StringIO(), width=110, record=True)
-    console.print(render("my-run", 50, seen, statuses, 100.0, 130.0, 110))
+    console.print(render("my-run", 50, seen, statuses, 30.0, 110))
     shown = console.export_text()
     assert "step 10/50" in shown
     assert "30 s elapsed, 1:20 left" in shown  # forty steps of two seconds
@@ -146,7 +146,7 @@ def test_numbers_are_short() -> None:
 
 def test_a_run_without_any_record_shows_its_name_and_step_0() -> None:
     screen = io.StringIO()
-    Console(file=screen, width=80).print(render("empty", 5, History(), {}, 0.0, 0.0, 80))
+    Console(file=screen, width=80).print(render("empty", 5, History(), {}, 0.0, 80))
     assert "empty" in screen.getvalue() and "0/5" in screen.getvalue()
 
 
@@ -164,15 +164,15 @@ def lines_at(width: int, title: str = "my-run", problem: str = "") -> list[str]:
     gauges = {"dispatcher/inflight_train": 128, "dispatcher/inflight_eval": 0, "dispatcher/max_inflight": 256}
     collected = Progress("rollouts", 87, 128, 129.0)
     statuses = {
-        "orchestrator": ProcessStatus(
+        "orchestrator": ObservedStatus(
             "orchestrator", 1, 130.0, "collecting batch 11", wait, 127.0, collected, problem, 70.0, gauges
         ),
-        "trainer": ProcessStatus(
+        "trainer": ObservedStatus(
             "trainer", 2, 130.0, "training step 11", progress=Progress("micro-batch", 3, 7, 100.0)
         ),
     }
     console = Console(file=io.StringIO(), width=width, legacy_windows=False)
-    console.print(render(title, 50, seen, statuses, 100.0, 130.0, width))
+    console.print(render(title, 50, seen, statuses, 30.0, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -207,8 +207,8 @@ def test_how_far_a_step_has_come_is_shown_and_since_when() -> None:
 
 
 def test_a_process_that_has_finished_is_not_expected_to_report() -> None:
-    assert activity(ProcessStatus("trainer", 1, 100.0, "finished"), 130.0) == "finished"
-    assert activity(ProcessStatus("trainer", 1, 100.0, "idle"), 130.0) == "idle (no heartbeat for 30 s)"
+    assert activity(ObservedStatus("trainer", 1, 100.0, "finished", silent_s=30.0)) == "finished"
+    assert activity(ObservedStatus("trainer", 1, 100.0, "idle", silent_s=30.0)) == "idle (no heartbeat for 30 s)"
 
 
 def test_a_run_that_retries_says_since_when_and_why_and_has_no_countdown() -> None:
@@ -220,12 +220,12 @@ def test_a_run_that_retries_says_since_when_and_why_and_has_no_countdown() -> No
 
 
 def test_plain_output_has_a_line_about_a_problem_that_lasts_and_more_at_growing_intervals(
-    pipe: Console, monkeypatch: pytest.MonkeyPatch
+    pipe: Console,
 ) -> None:
     view = PlainView(50, pipe)
-    retrying = ProcessStatus("orchestrator", 1, 0.0, "collecting batch 1", problem=ADVICE, problem_since=1000.0)
-    for now in range(1000, 1200):
-        monkeypatch.setattr(terminal.time, "time", lambda now=now: float(now))
+    retrying = ObservedStatus("orchestrator", 1, 1000.0, "collecting batch 1", problem=ADVICE, problem_since=1000.0)
+    for _ in range(200):
         view.show(History(), {"orchestrator": retrying})
+        retrying.time += 1.0
     assert [line.partition(")")[0].rpartition("(")[2] for line in text_of(view, pipe)] == ["30 s", "1:00", "2:00"]
     assert all(line.endswith(ADVICE) for line in text_of(view, pipe))

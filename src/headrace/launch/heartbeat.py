@@ -7,6 +7,7 @@ call at a time, so that a slow or failing URL does not affect the run.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -26,7 +27,7 @@ LAST_CALL_TIMEOUT_S = 2.0
 
 
 class HeartbeatContent(msgspec.Struct):
-    """The content of `heartbeat.json`. Times are seconds since 1970."""
+    """The content of `heartbeat.json`. Times are seconds since 1970; only their difference is a duration."""
 
     time: float
     pid: int
@@ -45,17 +46,20 @@ class Heartbeat:
 
     def __init__(self, path: Path, url: str | None = None, interval: float = 60.0) -> None:
         self._path, self._url, self._interval = path, url, interval
-        self._moves, self._file_at, self._url_at, self._failed = -1, 0.0, 0.0, False
-        self._content = HeartbeatContent(0.0, os.getpid(), "running", 0, time.time())
+        self._moves, self._moved_at = -1, time.monotonic()
+        self._file_at = self._url_at = -math.inf
+        self._failed = False
+        self._content = HeartbeatContent(0.0, os.getpid(), "running", 0, 0.0)
         self.call: threading.Thread | None = None
         """The latest call to the URL."""
 
     def update(self, step: int, moves: int, problem: str) -> None:
         """Record the progress of the run, and send what is due. `moves` grows with every step and evaluation."""
-        now = time.time()
+        now = time.monotonic()
         if moves != self._moves:
-            self._moves, self._content.last_progress = moves, now
-        self._content.time, self._content.step, self._content.problem = now, step, problem
+            self._moves, self._moved_at = moves, now
+        self._set_times(now)
+        self._content.step, self._content.problem = step, problem
         if now >= self._file_at + FILE_INTERVAL_S:
             self._file_at = now
             self._write()
@@ -66,12 +70,18 @@ class Heartbeat:
     def close(self, state: str, problem: str | None = None) -> None:
         """Report the final state of the run, and why it failed."""
         self._content.problem = self._content.problem if problem is None else problem
-        self._content.time, self._content.state = time.time(), state
+        self._content.state = state
+        self._set_times(time.monotonic())
         self._write()
         if state != "failed":
             self._send()
             if self.call is not None:
                 self.call.join(LAST_CALL_TIMEOUT_S)
+
+    def _set_times(self, now: float) -> None:
+        """Set wall-clock times whose difference is right even if the clock was set since the last progress."""
+        self._content.time = time.time()
+        self._content.last_progress = self._content.time - (now - self._moved_at)
 
     def _write(self) -> None:
         try:

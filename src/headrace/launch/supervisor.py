@@ -24,7 +24,7 @@ from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
 from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.machine import HostMemory
 from headrace.observe.metrics import History, Tail
-from headrace.observe.status import ProcessStatus, is_up, read_status
+from headrace.observe.status import ObservedStatus, StatusReader, is_up
 from headrace.observe.terminal import View, activity
 from headrace.transport.endpoint import withdraw_endpoint
 from headrace.transport.run_dir import RunDir
@@ -51,7 +51,7 @@ class Watch:
         self._next_silence: dict[str, float] = {}
 
     def find_problems(
-        self, now: float, progress: int, statuses: Mapping[str, ProcessStatus], step_seconds: Sequence[float] = ()
+        self, now: float, progress: int, statuses: Mapping[str, ObservedStatus], step_seconds: Sequence[float] = ()
     ) -> list[str]:
         """Return messages about silent processes and a stalled run.
 
@@ -60,7 +60,7 @@ class Watch:
         """
         sentences = []
         for name, status in statuses.items():
-            silent = now - status.time
+            silent = status.silent_s
             if silent < self._stall_s:
                 self._next_silence.pop(name, None)
             elif silent >= self._next_silence.get(name, self._stall_s):
@@ -74,19 +74,19 @@ class Watch:
         if still >= max(self._next_stall, self._stall_s, 3 * longest):
             self._next_stall = 2 * still
             steps = f"recent steps took up to {longest:.0f} s" if step_seconds else "no step has finished yet"
-            doings = "; ".join(f"{name}: {activity(status, now)}" for name, status in statuses.items())
+            doings = "; ".join(f"{name}: {activity(status)}" for name, status in statuses.items())
             doings = doings or "No process has reported anything yet"
             sentences.append(f"no progress for {still:.0f} s ({steps}). {doings}")
         return sentences
 
 
-def not_up(names: Sequence[str], statuses: Mapping[str, ProcessStatus], now: float) -> list[str]:
+def not_up(names: Sequence[str], statuses: Mapping[str, ObservedStatus]) -> list[str]:
     """Return the processes that are still starting, each with its activity."""
     missing = []
     for name in names:
         status = statuses.get(name)
         if not is_up(status):
-            missing.append(f"{name} ({'has not reported yet' if status is None else activity(status, now)})")
+            missing.append(f"{name} ({'has not reported yet' if status is None else activity(status)})")
     return missing
 
 
@@ -158,7 +158,7 @@ class Supervisor:
         self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
         self._inherited = inherited
         self._heartbeat = heartbeat or Heartbeat(run.heartbeat)
-        self._tail = Tail(run.metrics)
+        self._tail, self._reader = Tail(run.metrics), StatusReader(run.status)
         self._lifeline = Lifeline()
         self._processes: dict[str, Process] = {}
         """By name, in the order of their first start."""
@@ -167,11 +167,11 @@ class Supervisor:
         """Processes that were killed because they had failed and did not end."""
         self._restarts = Restarts(max_restarts, restart_delay_s)
         self._oom, self._memory_advice = OomMonitor(memory or HostMemory()), memory_advice
-        self._statuses: dict[str, ProcessStatus] = {}
+        self._statuses: dict[str, ObservedStatus] = {}
         self._notices_shown: Counter[int] = Counter()
         """By process id."""
         self._signals: list[int] = []
-        self._watch = Watch(time.time(), stall_s)
+        self._watch = Watch(time.monotonic(), stall_s)
 
     def run(self) -> int:
         """Return 0 when the work is done, or 128 + N after signal N. Raises `LaunchError` when a process fails."""
@@ -233,7 +233,7 @@ class Supervisor:
         for record in self._tail.read():
             self.history.add(record)
         self._restarts.record_progress(self.history)
-        self._statuses = read_status(self._run.status)
+        self._statuses = self._reader.read()
         for status in self._statuses.values():
             for notice in status.notices[self._notices_shown[status.pid] :]:
                 self._view.say(f"{status.process}: {notice}")
@@ -291,19 +291,20 @@ class Supervisor:
 
     def _check(self, running: list[Process]) -> None:
         """Raise `LaunchError` if a process does not come up in time; show warnings about a stalled run."""
-        now = time.time()
         names = [process.name for process in running]
         self._up.update(name for name in names if is_up(self._statuses.get(name)))
-        missing = not_up([name for name in names if name not in self._up], self._statuses, now)
+        missing = not_up([name for name in names if name not in self._up], self._statuses)
         if missing and time.monotonic() - self._started > self._start_timeout:
             limit = f"not up after {self._start_timeout:.0f} s (launch.start_timeout)"
             raise LaunchError(f"{limit}: {', '.join(missing)}; their logs are in {self._run.logs}")
         alive = {name: status for name, status in self._statuses.items() if name in names}
-        for sentence in self._watch.find_problems(now, self.history.moves, alive, self.history.step_seconds):
+        for sentence in self._watch.find_problems(
+            time.monotonic(), self.history.moves, alive, self.history.step_seconds
+        ):
             self._view.say(sentence)
         for process in running:
             status = alive.get(process.name)
-            if status is not None and status.state == "failed" and now - status.time > self._stop_timeout:
+            if status is not None and status.state == "failed" and status.silent_s > self._stop_timeout:
                 # It has failed, but a thread or another rank keeps it alive.
                 self._killed.add(process)
                 process.kill()

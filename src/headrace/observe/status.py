@@ -1,7 +1,12 @@
 """Status and log of each process of a run.
 
-The status is a small file that is rewritten as it changes, and read by the terminal view; its time is the heartbeat. A
-process that waits shows for what and from which component; after a minute it also logs that, then at growing intervals.
+The status is a small file that is rewritten as it changes and every second, and read by the launcher: a rewrite is the
+heartbeat. A process that waits shows for what and from which component; after a minute it also logs that, then at
+growing intervals.
+
+Durations come from monotonic clocks, so that setting the wall clock changes none. A file has wall-clock times, but all
+of them relative to the moment of its writing: only differences within one file are durations. To these a reader adds
+how long ago, on its own monotonic clock, it saw the file change.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ class Progress(msgspec.Struct):
     done: int
     total: int
     since: float
-    """Time of the last change."""
+    """Time of the last change; within the process monotonic, in the file as the wall clock shows it."""
 
     def __str__(self) -> str:
         return f"{self.what} {self.done:,} of {self.total:,}"
@@ -53,6 +58,7 @@ class ProcessStatus(msgspec.Struct):
     process: str
     pid: int
     time: float
+    """When the file was written. The other times are relative to it."""
     state: str
     waiting_for: str = ""
     waiting_since: float = 0.0
@@ -65,6 +71,17 @@ class ProcessStatus(msgspec.Struct):
     """Messages for the user, oldest first."""
 
 
+class ObservedStatus(ProcessStatus):
+    """A status as a reader sees it."""
+
+    silent_s: float = 0.0
+    """Seconds since the reader saw the file change."""
+
+    def age(self, since: float) -> float:
+        """Return the seconds since a time of the file, until now."""
+        return self.time - since + self.silent_s
+
+
 def is_up(status: ProcessStatus | None) -> bool:
     """Return whether a process has started and loaded everything."""
     return status is not None and not status.state.startswith(("starting", "loading"))
@@ -75,7 +92,7 @@ class Status:
 
     def __init__(self, directory: Path, process: str, interval: float = 1.0) -> None:
         self.path, self._interval = directory / f"{process}.json", interval
-        self.current = ProcessStatus(process, os.getpid(), time.time(), "starting")
+        self.current = ProcessStatus(process, os.getpid(), 0.0, "starting")
         self._waits: dict[int, tuple[str, float]] = {}
         self._wait_keys = itertools.count(1)
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -95,12 +112,12 @@ class Status:
         """Set the progress of the current state, shown from the next heartbeat on."""
         shown = self.current.progress
         if shown is None or (shown.what, shown.done, shown.total) != (what, done, total):
-            self.current.progress = Progress(what, done, total, time.time())
+            self.current.progress = Progress(what, done, total, time.monotonic())
 
     def set_problem(self, problem: str) -> None:
         """Set why the run does not advance; empty clears it. The time is that of the first non-empty text."""
         if problem and not self.current.problem:
-            self.current.problem_since = time.time()
+            self.current.problem_since = time.monotonic()
         self.current.problem = problem
 
     def notify(self, sentence: str, level: int = logging.WARNING) -> None:
@@ -112,7 +129,7 @@ class Status:
     def begin_wait(self, what: str) -> int:
         """Show what is awaited, the longest wait first; return a key for `end_wait`."""
         key = next(self._wait_keys)
-        self._waits[key] = (what, time.time())
+        self._waits[key] = (what, time.monotonic())
         self._show_wait()
         return key
 
@@ -145,18 +162,47 @@ class Status:
         with self._lock:
             self.current.time = time.time()
             temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(msgspec.json.encode(self.current))
+            temporary.write_bytes(msgspec.json.encode(_on_wall_clock(self.current)))
             os.replace(temporary, self.path)
 
 
-def read_status(directory: Path) -> dict[str, ProcessStatus]:
-    """Return the status of every process that has a status file."""
-    statuses = {}
-    for path in sorted(directory.glob("*.json")):
-        with suppress(FileNotFoundError):  # removed meanwhile: its process has ended
-            status = msgspec.json.decode(path.read_bytes(), type=ProcessStatus)
-            statuses[status.process] = status
-    return statuses
+def _on_wall_clock(status: ProcessStatus) -> ProcessStatus:
+    """Return the status with its monotonic times as the wall clock would have shown them without being set."""
+    offset = status.time - time.monotonic()
+    progress = status.progress
+    return msgspec.structs.replace(
+        status,
+        progress=progress and msgspec.structs.replace(progress, since=progress.since + offset),
+        waiting_since=status.waiting_since + offset if status.waiting_for else 0.0,
+        problem_since=status.problem_since + offset if status.problem else 0.0,
+    )
+
+
+class StatusReader:
+    """Reads the status files of a run, and notes when each last changed."""
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._clock = directory, clock
+        self._changes: dict[str, tuple[tuple[int, float], float]] = {}
+        """By process: the id of the process and the time in its file, and when it was first seen so."""
+
+    def read(self) -> dict[str, ObservedStatus]:
+        """Return the status of every process that has a status file."""
+        statuses, now = {}, self._clock()
+        for path in sorted(self._directory.glob("*.json")):
+            with suppress(FileNotFoundError):  # removed meanwhile: its process has ended
+                status = msgspec.json.decode(path.read_bytes(), type=ObservedStatus)
+                beat = (status.pid, status.time)
+                if self._changes.get(status.process, (None, 0.0))[0] != beat:
+                    self._changes[status.process] = (beat, now)
+                status.silent_s = now - self._changes[status.process][1]
+                statuses[status.process] = status
+        return statuses
+
+
+def read_status(directory: Path) -> dict[str, ObservedStatus]:
+    """Return the status of every process that has a status file, as if all were just written."""
+    return StatusReader(directory).read()
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from rich.text import Text
 
 from headrace.observe.console import SafeConsole
 from headrace.observe.metrics import History, Record
-from headrace.observe.status import ProcessStatus
+from headrace.observe.status import ObservedStatus
 from headrace.observe.summary import duration
 from headrace.safe_text import CONTINUATION
 
-Statuses = Mapping[str, ProcessStatus]
+Statuses = Mapping[str, ObservedStatus]
 
 SPARKS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.5
@@ -38,6 +38,8 @@ BAR_WIDTH = 28
 SPARK_WIDTH = 30
 MIN_SHOWN_S = 5
 """Time since the last progress from which on it is shown."""
+MAX_HEARTBEAT_S = 10.0
+"""Time without a heartbeat from which on it is shown."""
 PLAIN_INTERVAL_S = 1.0
 """Minimum time between two step lines."""
 PROBLEM_NOTICE_S = 30.0
@@ -87,7 +89,7 @@ class LiveView(LiveRegion):
     def __init__(self, title: str, max_steps: int, console: Console) -> None:
         super().__init__(console)
         self._title, self._max_steps = title, max_steps
-        self._started, self._next = time.time(), 0.0
+        self._started, self._next = time.monotonic(), 0.0
 
     def show(self, history: History, statuses: Statuses) -> None:
         if time.monotonic() >= self._next:
@@ -98,8 +100,8 @@ class LiveView(LiveRegion):
         self.finish(self._render(history, statuses))
 
     def _render(self, history: History, statuses: Statuses) -> RenderableType:
-        width = self.console.width
-        return render(self._title, self._max_steps, history, statuses, self._started, time.time(), width)
+        elapsed_s = time.monotonic() - self._started
+        return render(self._title, self._max_steps, history, statuses, elapsed_s, self.console.width)
 
 
 class PlainView:
@@ -135,12 +137,12 @@ class PlainView:
         self.say("  ".join([head, *facts(history), *left]))
 
     def _show_problem(self, statuses: Statuses) -> None:
-        now, affected = time.time(), _with_problem(statuses)
+        affected = _with_problem(statuses)
         if affected is None:
             self._problem_notice = PROBLEM_NOTICE_S
-        elif now - affected.problem_since >= self._problem_notice:
-            self._problem_notice = 2 * (now - affected.problem_since)
-            self.say(problem(affected, now))
+        elif (age := affected.age(affected.problem_since)) >= self._problem_notice:
+            self._problem_notice = 2 * age
+            self.say(problem(affected))
 
     def _show_evals(self, history: History) -> None:
         for name, versions in history.evals.items():
@@ -164,7 +166,7 @@ def make_view(title: str, max_steps: int, console: Console | None = None) -> Vie
 
 
 def render(
-    title: str, max_steps: int, history: History, statuses: Statuses, started: float, now: float, width: int
+    title: str, max_steps: int, history: History, statuses: Statuses, elapsed_s: float, width: int
 ) -> RenderableType:
     """Return the live view: progress, reward or loss, throughput, and the activity of each process.
 
@@ -172,7 +174,7 @@ def render(
     """
     affected = _with_problem(statuses)
     left = [] if affected else _left(history, max_steps)  # no estimate while no step completes
-    clock = ", ".join([f"{duration(now - started)} elapsed", *left])
+    clock = ", ".join([f"{duration(elapsed_s)} elapsed", *left])
 
     body = Table.grid(padding=(0, 2))
     body.add_column(style="dim", overflow="fold", min_width=min(LABEL_WIDTH - 2, width // 2))
@@ -181,7 +183,7 @@ def render(
     for label, value in (*_curves(history, curve_width), *_speeds(history.latest)):
         body.add_row(label, value)
     for name, status in statuses.items():
-        line = Text(activity(status, now))
+        line = Text(activity(status))
         if status.state != "finished" and width >= MIN_GAUGES_WIDTH:
             gauges = [(key.rpartition("/")[2].replace("_", " "), value) for key, value in status.gauges.items()]
             line.append("  " + ", ".join(f"{key} {number(value)}" for key, value in gauges[:MAX_GAUGES]), "dim")
@@ -189,7 +191,7 @@ def render(
     head = _head(title, min(history.step, max_steps), max_steps, clock, width)
     return Group(
         head,
-        *([] if affected is None else [Text(problem(affected, now).replace("\n", CONTINUATION), style="yellow")]),
+        *([] if affected is None else [Text(problem(affected).replace("\n", CONTINUATION), style="yellow")]),
         body,
     )
 
@@ -210,29 +212,29 @@ def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> Rend
     return Group(name, line, time_text)
 
 
-def problem(status: ProcessStatus, now: float) -> str:
+def problem(status: ObservedStatus) -> str:
     """Return why the run does not advance, and since when."""
     since = time.strftime("%H:%M:%S", time.localtime(status.problem_since))
-    return f"no progress since {since} ({duration(now - status.problem_since)}): {status.problem}"
+    return f"no progress since {since} ({duration(status.age(status.problem_since))}): {status.problem}"
 
 
-def _with_problem(statuses: Statuses) -> ProcessStatus | None:
+def _with_problem(statuses: Statuses) -> ObservedStatus | None:
     return next((status for status in statuses.values() if status.problem), None)
 
 
-def activity(status: ProcessStatus, now: float) -> str:
+def activity(status: ObservedStatus) -> str:
     """Return what a process is doing: its state, its progress, and what it waits for."""
     words = status.state
     if status.progress is not None:
         words += f": {status.progress}"
-        if not status.waiting_for and now - status.progress.since >= MIN_SHOWN_S:
-            words += f" ({now - status.progress.since:.0f} s)"
+        if not status.waiting_for and (age := status.age(status.progress.since)) >= MIN_SHOWN_S:
+            words += f" ({age:.0f} s)"
     if status.waiting_for:
-        since = max(0.0, now - status.waiting_since)
-        wait = f"waiting for {status.waiting_for}" + (f" ({since:.0f} s)" if since >= 1 else "")
+        age = status.age(status.waiting_since)
+        wait = f"waiting for {status.waiting_for}" + (f" ({age:.0f} s)" if age >= 1 else "")
         words = wait if words.startswith("waiting") else f"{words}, {wait}"
-    if now - status.time > 10 and status.state != "finished":
-        words += f" (no heartbeat for {now - status.time:.0f} s)"
+    if status.silent_s > MAX_HEARTBEAT_S and status.state != "finished":
+        words += f" (no heartbeat for {status.silent_s:.0f} s)"
     return words
 
 
