@@ -15,8 +15,8 @@ from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
 limits: dict[str, Any] = {
-    "start_timeout": 20.0,
-    "stop_timeout": 1.0,
+    "start_timeout": 120.0,
+    "stop_timeout": 60.0,
     "stall_s": 60.0,
     "max_restarts": 3,
     "restart_delay_s": 0.1,

@@ -43,7 +43,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-stop_with_launcher(grace_s=1.0)
+stop_with_launcher(grace_s=1.0 if behaviour == "stubborn" else 60.0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else end)
 note("finds-traces" if endpoint.exists() or (run / "status" / f"{name}.json").exists() else "finds-nothing")
 status = Status(run / "status", name, interval=0.1)
@@ -51,16 +51,20 @@ note("started")
 if resumed:
     note("resumed")
 if behaviour == "parent" or (behaviour == "killed-then-works" and name == "trainer" and not resumed):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(run / "events", "a") as file:
         file.write(f"grandchild started {child.pid}\n")
 if behaviour == "never-up" or (behaviour == "killed-then-never-up" and resumed):
-    time.sleep(60)
+    time.sleep(600)
 status.set("working")
 if behaviour == "waits":
     status.begin_wait("batch 7 from the orchestrator")
 if behaviour == "finishes":
     status.notify(f"{name} has something to say")
+if behaviour == "clock-is-set":
+    wall_clock, days = time.time, int(run.joinpath("days").read_text())
+    time.time = lambda: wall_clock() + 86400 * days
+    time.sleep(0.5)  # some heartbeats
 if behaviour == "frozen":
     status.close("thinking")
 if behaviour in ("fails-but-stays", "fails-and-is-killed"):
@@ -94,8 +98,8 @@ if behaviour == "killed-after-a-new-step":
 if behaviour == "killed-after-the-same-step":
     train(1)
     die()
-if behaviour in ("finishes", "killed-then-finishes", "killed-after-a-new-step"):
+if behaviour in ("finishes", "clock-is-set", "killed-then-finishes", "killed-after-a-new-step"):
     train(starts())
     time.sleep(0.3)
     end()
-time.sleep(60)
+time.sleep(600)

@@ -209,4 +209,4 @@ def test_a_launcher_killed_without_a_word_leaves_no_orphan_that_it_had_started_a
     wait_for_start(tmp_path, 3)
     launcher.kill()
     launcher.wait()
-    assert_all_gone(tmp_path, within=10)
+    assert_all_gone(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_what_a_crashed_process_had_started_does_not_stay_behind(tmp_path: Path)
     code, _, _ = finish(launch(tmp_path, "inference=works", "trainer=parent"))
     assert code == 1
     assert any(name == "grandchild" for name, _, _ in events(tmp_path))
-    assert_all_gone(tmp_path, within=1)
+    assert_all_gone(tmp_path)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -62,16 +61,16 @@ def test_a_signal_ends_orchestrator_trainer_and_inference_in_this_order(
 ) -> None:
     launcher = launch(tmp_path, *ALL_WORK)
     wait_for_start(tmp_path, 3)
-    began = time.monotonic()
     launcher.send_signal(number)
-    assert finish(launcher)[0] == code
-    assert time.monotonic() - began < 5
+    ended, out, _ = finish(launcher)
+    assert ended == code
+    assert "did not stop" not in out
     assert [name for name, event, _ in events(tmp_path) if event == "ended"] == ["orchestrator", "trainer", "inference"]
     assert_all_gone(tmp_path)
 
 
 def test_one_that_ignores_sigterm_is_killed_and_the_others_still_end_in_order(tmp_path: Path) -> None:
-    launcher = launch(tmp_path, "inference=works", "trainer=stubborn", "orchestrator=works")
+    launcher = launch(tmp_path, "inference=works", "trainer=stubborn", "orchestrator=works", "stop_timeout=3")
     wait_for_start(tmp_path, 3)
     launcher.terminate()
     code, out, _ = finish(launcher)
@@ -82,10 +81,10 @@ def test_one_that_ignores_sigterm_is_killed_and_the_others_still_end_in_order(tm
 
 
 def test_a_second_signal_ends_the_patience(tmp_path: Path) -> None:
-    launcher = launch(tmp_path, "inference=stubborn", "trainer=stubborn", "stop_timeout=30")
+    launcher = launch(tmp_path, "inference=stubborn", "trainer=stubborn")
     wait_for_start(tmp_path, 2)
     launcher.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    next_line(launcher, "SIGINT: stopping")
     launcher.send_signal(signal.SIGINT)
     assert finish(launcher)[0] == 130
     assert_all_gone(tmp_path)
@@ -104,7 +103,7 @@ def test_a_launcher_killed_without_a_word_leaves_no_orphan(tmp_path: Path) -> No
     wait_for_start(tmp_path, 3)
     launcher.kill()
     launcher.wait()
-    assert_all_gone(tmp_path, within=10)
+    assert_all_gone(tmp_path)
     assert sorted(name for name, event, _ in events(tmp_path) if event == "ended") == ["inference", "orchestrator"]
 
 
@@ -138,13 +137,23 @@ def test_when_nothing_moves_one_sentence_says_who_waits_for_whom(tmp_path: Path)
 
 def test_a_process_without_heartbeat_is_named(tmp_path: Path) -> None:
     launcher = launch(tmp_path, "inference=works", "trainer=frozen", "stall_s=1")
-    assert re.search(r"trainer: .* \d+ s; .*: thinking", next_line(launcher, "trainer: no heartbeat"))
+    while "thinking" not in (sentence := next_line(launcher, "trainer: no heartbeat")):
+        pass  # a busy machine delays heartbeats
+    assert re.search(r"trainer: .* \d+ s; .*: thinking", sentence)
     launcher.terminate()
     finish(launcher)
 
 
+@pytest.mark.parametrize("days", [2, -2])
+def test_a_process_whose_wall_clock_is_set_is_not_called_silent(tmp_path: Path, days: int) -> None:
+    (tmp_path / "days").write_text(str(days))
+    code, out, _ = finish(launch(tmp_path, "trainer=clock-is-set"))
+    assert code == 0
+    assert "heartbeat" not in out and "no progress" not in out
+
+
 def test_a_process_that_failed_but_does_not_end_is_ended_and_ends_the_run(tmp_path: Path) -> None:
-    code, out, err = finish(launch(tmp_path, "inference=works", "trainer=fails-but-stays"))
+    code, out, err = finish(launch(tmp_path, "inference=works", "trainer=fails-but-stays", "stop_timeout=1"))
     assert code == 1
     assert "trainer was ended by SIGKILL" in err
     assert "restarting it" not in out
