@@ -189,8 +189,9 @@ def test_the_engines_and_the_server_know_each_other_by_their_contract_alone(pack
     assert forbidden == set()  # but for main.py, which starts an engine
 
 
-def test_rollout_imports_only_the_standard_library_numpy_msgspec_and_safetensors():
-    allowed, own = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors"}, ("rollout", "errors", "safe_text")
+def test_rollout_imports_only_the_standard_library_numpy_msgspec_safetensors_and_xxhash():
+    allowed = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors", "xxhash"}
+    own = ("rollout", "errors", "safe_text")
     foreign = {
         f"{path.name} imports {module}"
         for path in files_of("rollout")

@@ -13,6 +13,9 @@ from headrace.safe_text import escape_line
 AGAIN = os.EX_TEMPFAIL
 """Exit status (75) of a process that may succeed if it is restarted: the engine under a server died."""
 
+RESTART_RUN = os.EX_IOERR
+"""Exit status (74) of a process that set a damaged file aside: the run continues if all processes are restarted."""
+
 BAD_INPUT = 2
 """Exit status of a command with invalid input."""
 
@@ -22,6 +25,10 @@ LONGEST_VALUE = 100
 
 class Failure(Exception):
     """An error at run time. The message has the cause and a fix."""
+
+
+class Repaired(Failure):
+    """A damaged file was set aside. The run continues without it once all of its processes are started again."""
 
 
 class BadInput(Failure):

@@ -154,4 +154,4 @@ class Evidence:
             contents.setdefault(int(path.name.split("-")[0]), {})[digest] = path
         for step, versions in contents.items():
             assert len(versions) == 1, f"step {step} was announced with {len(versions)} different contents"
-        return {step: read_batch(str(*contents[step].values())) for step in sorted(contents)}
+        return {step: read_batch(*contents[step].values()) for step in sorted(contents)}

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.errors import AGAIN
+from headrace.errors import AGAIN, RESTART_RUN
 from headrace.launch.process import stop_with_launcher
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status
@@ -78,6 +78,9 @@ if behaviour == "engine-dies" or (behaviour == "engine-dies-then-works" and not 
     status.close("failed")  # as a process that leaves by an exception does
     print("the engine died: out of memory", flush=True)
     os._exit(AGAIN)
+if behaviour == "sets-aside":
+    status.close("failed")
+    os._exit(RESTART_RUN)
 if behaviour == "terminated":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

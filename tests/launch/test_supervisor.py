@@ -41,6 +41,14 @@ def test_a_crash_stops_the_others_and_shows_who_how_and_the_last_lines(tmp_path:
     assert_all_gone(tmp_path)
 
 
+def test_a_process_that_set_a_damaged_file_aside_ends_the_others_for_a_restart_of_all(tmp_path: Path) -> None:
+    code, _, err = finish(launch(tmp_path, "inference=works", "trainer=sets-aside", "orchestrator=works"))
+    assert code == 1
+    assert "headrace: trainer set a damaged file aside" in err
+    assert [name for name, event, _ in events(tmp_path) if event == "started"].count("trainer") == 1
+    assert_all_gone(tmp_path)
+
+
 def test_a_service_that_ends_early_is_a_failure_even_with_exit_status_0(tmp_path: Path) -> None:
     code, _, err = finish(launch(tmp_path, "inference=finishes", "trainer=works"))
     assert code == 1

@@ -8,7 +8,8 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.orchestrator.audit import find_violations
-from headrace.transport.checkpoint_files import TENSORS, BlockDigests, CheckpointMarker, block_digest
+from headrace.rollout.digest import digest_of
+from headrace.transport.checkpoint_files import TENSORS, XXH3, BlockDigests, CheckpointMarker
 from headrace.transport.files import MARKER, link_tree
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.run_dir import RunDir
@@ -80,7 +81,7 @@ def test_a_damaged_checkpoint_is_named_and_one_without_digests_is_not(run: RunDi
         path = checkpoint / TENSORS / "a.safetensors"
         path.parent.mkdir(parents=True)
         path.write_bytes(b"abcdef")
-        digests = BlockDigests(6, 4, [block_digest(bytearray(b"abcd")), block_digest(bytearray(b"ef"))])
+        digests = BlockDigests(6, 4, [digest_of(b"abcd"), digest_of(b"ef")], XXH3)
         marker = CheckpointMarker(step, tensors={path.name: digests} if step == 2 else {})
         (checkpoint / MARKER).write_bytes(msgspec.json.encode(marker))
     link_tree(run.checkpoints / "step-00000002", run.checkpoints / "permanent" / "step-00000002")
@@ -88,7 +89,7 @@ def test_a_damaged_checkpoint_is_named_and_one_without_digests_is_not(run: RunDi
     path.write_bytes(b"abcdEf")
     capsys.readouterr()
     assert main(["audit", str(run.root)]) == 1
-    assert capsys.readouterr().out.count(f"{path.name} is damaged: 1 of 2 blocks differ, the first at byte 4") == 1
+    assert capsys.readouterr().out.count(f"{path.name}: damaged: 1 of 2 blocks differ, the first at byte 4") == 1
 
 
 def test_a_run_without_a_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

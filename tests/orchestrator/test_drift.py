@@ -165,7 +165,7 @@ async def test_a_damaged_probe_is_counted_and_named(rig: Rig, caplog: pytest.Log
     rig.run.probes.path(V5).write_bytes(b"torn")
     rig.drift.follow(V5)
     assert await rig.found() == {"drift/discarded": 0, "drift/failed": 1}
-    assert "v-0-5.safetensors is not a readable batch file" in caplog.text
+    assert "v-0-5.safetensors: not a readable batch" in caplog.text
 
 
 async def test_an_engine_that_hangs_holds_nothing_up(rig: Rig):

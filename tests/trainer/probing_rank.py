@@ -19,7 +19,7 @@ def main(model_directory: Path, batch: Path, probes: Path) -> None:
     ranks = Ranks()
     assert ranks.size == 2
     model = PackedModel(model_directory, ranks, lm_head_chunk=8)
-    write_probe(ProbeStore(probes), Version(0, 1), read_batch(str(batch)), model, tokens=64, seq_len=32)
+    write_probe(ProbeStore(probes), Version(0, 1), read_batch(batch), model, tokens=64, seq_len=32)
     whole = [name for name, parameter in model.named_parameters().items() if not isinstance(parameter, DTensor)]
     assert not whole, f"left whole: {whole}"
 

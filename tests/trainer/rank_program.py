@@ -44,7 +44,7 @@ def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any
         optimizer = Keeping(model.named_parameters())
         kinds = {**losses(TrainerConfig()), "ce": ce_loss}
         step = TrainStep(model, optimizer, kinds, micro_batch_tokens=48)
-        batch = read_batch(str(path))
+        batch = read_batch(path)
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
         bins = pack(samples, 32)
         if ranks.size > 1:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from headrace.cli.main import main
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainerConfig, WeightsConfig
-from headrace.errors import Failure
+from headrace.errors import Failure, Repaired
 from headrace.inference.colocation import ColocatedEngines
 from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
@@ -89,6 +89,38 @@ def test_trains_every_batch_publishes_each_version_and_leaves_a_model(run: RunDi
     assert not torch.equal(final["model.norm.weight"], tensors(tiny_model)["model.norm.weight"])
     assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000002", "step-00000003"]
     assert run.batches.steps() == []  # covered by the checkpoint of step 3
+
+
+def test_a_damaged_batch_is_set_aside_before_it_is_trained(run: RunDir, tiny_model: Path, status: Status):
+    ship(run, 1, 2)
+    content = bytearray(run.batches.path(2).read_bytes())
+    content[-1] ^= 1
+    run.batches.path(2).write_bytes(content)
+    with pytest.raises(Repaired, match="step-00000002"):
+        rl.RlTrainer(settings(run, tiny_model, 2, interval=1), stopped=threading.Event(), status=status).run()
+    assert run.latest_checkpoint_step() == 1
+    assert run.batches.steps() == []
+    assert (run.batches.directory / "damaged-step-00000002.safetensors").read_bytes() == content
+
+
+def test_a_damaged_checkpoint_makes_the_trainer_continue_from_the_one_before(
+    run: RunDir, tiny_model: Path, status: Status
+):
+    ship(run, 1, 2)
+    config = settings(run, tiny_model, 3, interval=1)
+    trainer = rl.RlTrainer(config, stopped=threading.Event(), status=status)
+    for step in (1, 2):
+        trainer._train_step(step, run.batches.read(step))
+        trainer._save(step)
+    trainer._finish_checkpoint(wait=True)
+    (tensors,) = (run.checkpoints / "step-00000002").glob("tensors/*.safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(Repaired, match="step-00000001"):
+        rl.RlTrainer(config, resume="latest", stopped=threading.Event(), status=status)
+    resumed = rl.RlTrainer(config, resume="latest", stopped=threading.Event(), status=status)
+    assert resumed.learner.state.step == 1
 
 
 def test_metrics_of_every_step_are_recorded(run: RunDir, tiny_model: Path, status: Status):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.rollout.batch import Batch
+from headrace.rollout.batch import Batch, DamagedFile
 from headrace.transport.batches import BatchStore
 
 
@@ -84,8 +84,25 @@ def test_a_checkpoint_makes_the_batches_through_its_step_unnecessary(store: Batc
 def test_a_batch_under_another_steps_name_is_refused(store: BatchStore):
     ship(store, 1)
     store.path(1).rename(store.path(2))
-    with pytest.raises(ValueError, match=r"step-00000002\.safetensors .*step 1"):
+    with pytest.raises(DamagedFile, match="step 1") as error:
         store.read(2)
+    assert error.value.file == store.path(2)
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_in_place_of_a_batch_is_refused_at_once(store: BatchStore):
+    store.directory.mkdir()
+    os.mkfifo(store.path(1))
+    with pytest.raises(DamagedFile) as error:
+        store.read(1)
+    assert error.value.file == store.path(1)
+
+
+def test_a_batch_that_is_set_aside_counts_as_missing_and_is_kept(store: BatchStore):
+    ship(store, 1, 2)
+    content = store.path(2).read_bytes()
+    assert store.set_aside(2).read_bytes() == content
+    assert store.steps() == [1]
 
 
 def test_a_batch_that_is_not_there_is_named(store: BatchStore):

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from headrace import __version__
 from headrace.cli.common import RUN_FILES, separate_overrides
-from headrace.errors import BAD_INPUT, BadInput, Failure
+from headrace.errors import BAD_INPUT, RESTART_RUN, BadInput, Failure, Repaired
 from headrace.safe_text import CONTINUATION, escape_output
 
 FAILED = 1
@@ -158,6 +158,8 @@ def explain(error: BaseException) -> Explanation | None:
         return Explanation("another rank is gone; what it said comes before this", FAILED)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, by name, because torch may not be imported
         return Explanation(f"the GPU is out of memory. {GPU_MEMORY_ADVICE} The error: {error}", FAILED)
+    if isinstance(error, Repaired):
+        return Explanation(f"{error}. Start the processes of the run again to continue", RESTART_RUN)
     if isinstance(error, Failure):
         return Explanation(str(error), BAD_INPUT if isinstance(error, BadInput) else FAILED)
     if isinstance(error, OSError) and error.errno in EXPLAINED_ERRNOS:

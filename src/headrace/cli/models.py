@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints
+from headrace.rollout.batch import DamagedFile
 from headrace.transport.files import MARKER
 
 
@@ -31,13 +32,18 @@ def run_export(arguments: argparse.Namespace) -> int:
     checkpoint = _find_checkpoint(arguments.source, arguments.step)
     from headrace.trainer.learner import export
 
-    export(
-        checkpoint,
-        arguments.target,
-        arguments.dtype,
-        adapter_only=arguments.adapter,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    try:
+        export(
+            checkpoint,
+            arguments.target,
+            arguments.dtype,
+            adapter_only=arguments.adapter,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    except DamagedFile as damage:
+        others = [str(step) for step, path in checkpoints(arguments.source).items() if path != checkpoint]
+        damage.fix = f"Export another one with --step: {', '.join(others)}." if others else "Restore it from a copy."
+        raise
     print(f"wrote {arguments.target}, the model of {checkpoint}")
     return 0
 

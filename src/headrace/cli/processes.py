@@ -17,6 +17,7 @@ from typing import NoReturn
 from headrace.cli.common import add_resume
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainingConfig
+from headrace.errors import Repaired
 from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.model_shape import adapter_share
 from headrace.launch.errors import BadRequest, naming_run
@@ -50,7 +51,9 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
         status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
         try:
             yield status
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Repaired) and not rank:
+                status.notify(str(error))
             status.close("failed")
             raise
         status.close("finished")

@@ -91,7 +91,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
     if not run.journal.is_file():
         raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
     journal = Journal(run.journal, read_only=True)
-    problems = [*find_violations(run, journal), *find_damage_of_all(run.checkpoints)]
+    problems = [*find_violations(run, journal), *map(str, find_damage_of_all(run.checkpoints))]
     if run.config.is_file():
         config = read_rl_run(run.root).orchestrator
         chosen = {env.name: config.algo_of(env) for env in config.train.env}

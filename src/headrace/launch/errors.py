@@ -17,6 +17,10 @@ class InputRefused(LaunchError):
     """A process of the run refused its input: the same command would fail in the same way."""
 
 
+class RestartNeeded(LaunchError):
+    """A process set a damaged file aside: the run continues if all of its processes are started again."""
+
+
 class BadRequest(BadInput, LaunchError):
     """A request that cannot be carried out; nothing has been started or changed."""
 

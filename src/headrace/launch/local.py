@@ -7,14 +7,15 @@ import socket
 import sys
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
-from headrace.launch.errors import InputRefused, LaunchError
+from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.own_code import save_folders
 from headrace.launch.process import ProcessSpec
@@ -53,17 +54,19 @@ def launch(
     with hold(run.root) as held:
         save(config, run)
         save_folders(code_folders, run)
-        supervisor = make_supervisor(
-            config,
-            run,
-            title(run),
-            resume,
-            inherited=(held,),
-            max_running=max_running,
-            memory_advice=memory_advice,
-        )
+        options: dict[str, Any] = {"max_running": max_running, "memory_advice": memory_advice}
+        make = partial(make_supervisor, config, run, title(run), inherited=(held,), **options)
+        supervisor = make(resume=resume)
         try:
-            code = supervisor.run()
+            for _ in range(config.launch.max_restarts):
+                try:
+                    code = supervisor.run()
+                    break
+                except RestartNeeded as error:
+                    print(f"headrace: {error}; starting all processes again")
+                    supervisor = make(resume=True)
+            else:
+                code = supervisor.run()
         except InputRefused as error:
             raise LaunchError(f"{error}\nFix the named value, then continue with --resume.") from error
         except LaunchError as error:

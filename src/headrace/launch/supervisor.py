@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from headrace.errors import AGAIN, BAD_INPUT
-from headrace.launch.errors import InputRefused, LaunchError
+from headrace.errors import AGAIN, BAD_INPUT, RESTART_RUN
+from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
 from headrace.launch.process import Lifeline, Process, ProcessSpec
@@ -243,6 +243,8 @@ class Supervisor:
         """Schedule restarts of crashed processes; raise `LaunchError` if one cannot be restarted."""
         died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if process.name not in self._restarts.due]
+        if repaired := [process.name for process in died if process.exit_status == RESTART_RUN]:
+            raise RestartNeeded(f"{', '.join(repaired)} set a damaged file aside")
         # A restart does not help after a process has reported its failure.
         crashed = [p for p in died if p.exit_status == AGAIN or (p.was_killed and not self._has_failed(p))]
         out_of_memory = {process: self._find_out_of_memory(process) for process in died}

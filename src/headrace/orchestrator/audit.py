@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView
+from headrace.rollout.batch import DamagedFile
 from headrace.rollout.types import Rollout, Sample, Task
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
@@ -60,7 +61,12 @@ def _batches(run: RunDir, journal: Journal) -> Iterator[str]:
         if step is not None and state in ("shipped", "trained"):
             recorded.setdefault(step, set()).add(draw.id)
     for step in run.batches.steps():
-        if set(run.batches.read(step).draw_ids) != recorded.get(step, set()):
+        try:
+            draws = set(run.batches.read(step).draw_ids)
+        except DamagedFile as damage:
+            yield str(damage)
+            continue
+        if draws != recorded.get(step, set()):
             yield f"{run.batches.path(step)} does not have the draws that the journal has for step {step}"
 
 

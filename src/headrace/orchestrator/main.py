@@ -66,7 +66,7 @@ async def _run(
                 status.notify(line, logging.INFO)
             notify_changed_tasks(environments, journal, status)
             if config.train.env:
-                _reconcile(run, journal)
+                _reconcile(run, journal, status)
                 if config.max_async_level == 0:
                     journal.reopen()  # an interrupted step is repeated from its beginning, so the result is the same
             timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
@@ -128,7 +128,7 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
     return loaded
 
 
-def _reconcile(run: RunDir, journal: Journal) -> None:
+def _reconcile(run: RunDir, journal: Journal, status: Status) -> None:
     """Make journal, batches and checkpoints consistent: rewind the journal to the first missing batch."""
     last, covered = journal.last_step(), run.latest_checkpoint_step()
     newest = max([covered, *run.batches.steps()])
@@ -145,10 +145,10 @@ def _reconcile(run: RunDir, journal: Journal) -> None:
     missing = [step for step in range(covered + 1, last + 1) if not run.batches.exists(step)]
     missing = [step for step in missing if step > run.latest_checkpoint_step()]  # a checkpoint was saved meanwhile
     if missing:
-        log.warning(
-            "%s is missing, and the newest checkpoint is of step %d: the journal goes back to step %d, and the prompts "
-            "of the %d steps after it are sampled again",
-            run.batches.path(missing[0]), covered, missing[0] - 1, last - missing[0] + 1,
-        )  # fmt: skip
+        status.notify(
+            f"{run.batches.path(missing[0])} is missing, and the newest checkpoint is of step {covered}: the journal "
+            f"goes back to step {missing[0] - 1}, and the prompts of the {last - missing[0] + 1} steps after it are "
+            "sampled again"
+        )
         run.batches.delete_after(missing[0] - 1)
         journal.rewind(missing[0] - 1)

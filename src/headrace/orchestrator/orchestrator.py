@@ -194,13 +194,13 @@ class Orchestrator:
         ]
         draws = list(dict.fromkeys(rollout.draw_id for rollout in batch.kept))
         counts = {"rollouts": len(batch.kept), "samples": len(samples)}
-        self.run_dir.batches.prepare(Batch(step, ship.incarnation, samples, draws, counts))
+        prepared = self.run_dir.batches.prepare(Batch(step, ship.incarnation, samples, draws, counts))
         write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
         truncations = truncation(entry.sample for entry in samples)
         values = {**step_metrics(step, batch), **truncations, **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
         self.metrics.log(step, values)
-        self.journal.commit(ship.entries, shipped=step)
+        self.journal.commit(ship.entries, shipped=step, files=[prepared])
         self.run_dir.batches.announce(step)
         log.info(
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",

@@ -1,19 +1,23 @@
 """The batch file: one columnar safetensors file with a JSON header.
 
 Samples are stored unpacked, streams concatenated with offsets, so that a batch stays valid when the number of trainer
-ranks changes. An optional stream is stored only for the samples that have it.
+ranks changes. An optional stream is stored only for the samples that have it. The header has a digest of the whole
+file, so that a reader needs nothing else to find damage.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from headrace.errors import Failure
+from headrace.errors import BadInput, Failure
+from headrace.rollout.digest import digest_of, is_whole
 from headrace.rollout.types import TOKEN_ARRAYS, Sample
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -22,10 +26,17 @@ SCHEMA = 1
 _HEADER_KEY = "headrace"
 _STREAM = "stream."
 _PRESENT = "present."
+_NO_DIGEST = 32 * "0"
+_DIGEST = re.compile(rb'\\"file_digest\\":\\"(.{32})\\"', re.DOTALL)
+"""The digest in the header, which is JSON in a string of JSON. It is computed with zeros in its own place."""
 
 
 class SchemaError(Failure):
     """A file or message that is malformed or was written by a newer Headrace."""
+
+
+class DamagedFile(BadInput, SchemaError):
+    """A file that differs from what was written, or that cannot be read as what it must be."""
 
 
 class BatchSample(msgspec.Struct):
@@ -54,6 +65,14 @@ class _Header(msgspec.Struct):
     envs: list[str]
     counts: dict[str, int]
     draw_ids: list[int]
+    file_digest: str = ""
+    """Of the whole file; older versions wrote none."""
+
+
+class _File(msgspec.Struct):
+    """The header of a safetensors file."""
+
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
 class _SchemaOnly(msgspec.Struct):
@@ -70,12 +89,15 @@ def check_schema(schema: int, source: str, newest: int = SCHEMA) -> None:
 
 
 def decode_versioned(content: bytes | str, kind: type[T], source: str) -> T:
-    """Decode a JSON document with a `schema` field, checking the schema before the other fields."""
+    """Decode a JSON document with a `schema` field, checking its seal, if any, and the schema before other fields."""
+    encoded = content.encode() if isinstance(content, str) else content
+    if is_whole(encoded) is False:
+        raise DamagedFile("damaged: its content does not match its digest", file=source)
     try:
-        check_schema(msgspec.json.decode(content, type=_SchemaOnly).schema, source)
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError as error:
-        raise SchemaError(f"{source} is not readable: {error}") from error
+        check_schema(msgspec.json.decode(encoded, type=_SchemaOnly).schema, source)
+        return msgspec.json.decode(encoded, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedFile(f"not readable: {error}", file=source) from error
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -99,26 +121,29 @@ def encode_batch(batch: Batch) -> bytes:
         owners = [sample for sample in samples if name in sample.streams]
         columns[_STREAM + name] = _concatenate([s.streams[name] for s in owners], owners[0].streams[name].dtype)
         columns[_PRESENT + name] = np.array([name in s.streams for s in samples], np.bool_)
-    header = _Header(SCHEMA, batch.step, batch.incarnation, envs, batch.counts, batch.draw_ids)
+    header = _Header(SCHEMA, batch.step, batch.incarnation, envs, batch.counts, batch.draw_ids, _NO_DIGEST)
     content: bytes = save(columns, metadata={_HEADER_KEY: msgspec.json.encode(header).decode()})
-    return content
+    place = _DIGEST.search(content)
+    assert place is not None
+    return b"".join((content[: place.start(1)], digest_of(content).encode(), content[place.end(1) :]))
 
 
-def read_batch(path: str) -> Batch:
-    """Read a batch file; unknown streams are kept as they are."""
+def read_batch(path: Path) -> Batch:
+    """Read a batch file, checking its digest, if any; unknown streams are kept as they are. Raises `DamagedFile`."""
+    content = path.read_bytes()
+    head = memoryview(content)[8 : 8 + int.from_bytes(content[:8], "little")]
+    if (place := _DIGEST.search(head)) is not None:
+        start, end = 8 + place.start(1), 8 + place.end(1)
+        parts = content[:start], _NO_DIGEST.encode(), memoryview(content)[end:]
+        if digest_of(*parts) != content[start:end].decode(errors="replace"):
+            raise DamagedFile("the batch is damaged: its content does not match its digest", file=path)
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if _HEADER_KEY not in metadata:
-                raise SchemaError(f"{path} is not a Headrace batch: its header is missing")
-            header = decode_versioned(metadata[_HEADER_KEY], _Header, path)
-            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except SafetensorError as error:
-        raise SchemaError(f"{path} is not a readable batch file: {error}") from error
-    try:
-        return _assemble(header, columns)
-    except KeyError as error:
-        raise SchemaError(f"{path} is not a whole batch: it has no column {error}") from error
+        metadata = msgspec.json.decode(head, type=_File).metadata
+        if _HEADER_KEY not in metadata:
+            raise DamagedFile("not a Headrace batch: its header is missing", file=path)
+        return _assemble(decode_versioned(metadata[_HEADER_KEY], _Header, str(path)), load(content))
+    except (SafetensorError, msgspec.DecodeError, KeyError, IndexError, ValueError, TypeError, OverflowError) as error:
+        raise DamagedFile(f"not a readable batch: {type(error).__name__}: {error}", file=path) from error
 
 
 def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:

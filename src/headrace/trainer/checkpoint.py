@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from headrace.errors import BadInput
+from headrace.errors import BadInput, Repaired
 from headrace.machine import free_memory
-from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
+from headrace.rollout.digest import seal
 from headrace.rollout.fingerprint import Fingerprint
 from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS, fits_host
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tensor_files import (
-    DamagedFile,
     SavedShard,
     TensorFileWriter,
     load_shards,
@@ -33,7 +33,14 @@ from headrace.trainer.tensor_files import (
     read_shards,
     write_shards,
 )
-from headrace.transport.checkpoint_files import TENSORS, CheckpointMarker, read_marker
+from headrace.transport.checkpoint_files import (
+    TENSORS,
+    CheckpointMarker,
+    check_files,
+    check_first_block,
+    digests_of,
+    read_marker,
+)
 from headrace.transport.files import MARKER, link_tree, sync
 
 log = logging.getLogger(__name__)
@@ -97,7 +104,7 @@ class Checkpoints:
         if self.ranks.first:
             (draft / TENSORS).mkdir(parents=True)
             write_files(draft / MODEL)
-            (draft / STATE).write_bytes(msgspec.json.encode(state))
+            (draft / STATE).write_bytes(seal(state))
         self.ranks.wait_for_all()
         shards = local_shards(tensors, with_whole=self.ranks.first)
         if self.copies is None:
@@ -117,7 +124,7 @@ class Checkpoints:
             self._unfinished = None
             digests = self.ranks.gather((writer.path.name, writer.finish()))
             if self.ranks.first:
-                self._complete(draft, CheckpointMarker(step, tensors=dict(digests)))
+                self._complete(draft, CheckpointMarker(step, tensors=dict(digests), files=digests_of(draft)))
             self.ranks.wait_for_all()
         if wait:
             while self._deletions:
@@ -127,7 +134,7 @@ class Checkpoints:
     def _complete(self, draft: Path, marker: CheckpointMarker) -> None:
         """Publish a draft atomically; then delete all but the newest `keep_last`."""
         step = marker.step
-        (draft / MARKER).write_bytes(msgspec.json.encode(marker))
+        (draft / MARKER).write_bytes(seal(marker))
         for path in (*draft.rglob("*"), draft):
             if path.parent.name != TENSORS:  # tensors are fsynced when written
                 sync(path)
@@ -163,9 +170,12 @@ def latest(directory: Path) -> Path | None:
 
 
 def read_state(checkpoint: Path) -> TrainState:
-    """Return the state of a complete checkpoint."""
-    read_marker(checkpoint)
-    return decode_versioned((checkpoint / STATE).read_bytes(), TrainState, str(checkpoint / STATE))
+    """Return the state of a complete checkpoint, after a check of all its files except tensors."""
+    check_files(checkpoint, read_marker(checkpoint))
+    path = checkpoint / STATE
+    if not path.is_file():
+        raise DamagedFile("missing", file=path)
+    return decode_versioned(path.read_bytes(), TrainState, str(path))
 
 
 def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
@@ -190,35 +200,43 @@ def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
 
 def saved_names(checkpoint: Path) -> Collection[str]:
     """Return the names of a checkpoint's tensors."""
-    return {shard.name for shard in _saved_shards(checkpoint)}
+    return {shard.name for shard in _saved_shards(checkpoint, read_marker(checkpoint))}
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """Read tensors in place, each rank its shards; all must be in the checkpoint."""
-    saved, digests = _saved_shards(checkpoint), read_marker(checkpoint).tensors
+    marker = read_marker(checkpoint)
     try:
-        load_shards(saved, local_shards(tensors), digests)
-    except DamagedFile as error:
-        raise _damaged(checkpoint, error.path, str(error)) from error
+        load_shards(_saved_shards(checkpoint, marker), local_shards(tensors), marker.tensors)
     except ValueError as error:
         fact = f"the checkpoint is of another model: {error}"
         raise ResumeError(fact, file=checkpoint, fix="Resume with the model that it was saved with.") from error
 
 
-def _saved_shards(checkpoint: Path) -> list[SavedShard]:
-    paths = sorted((checkpoint / TENSORS).glob("*.safetensors"))
-    if missing := sorted(read_marker(checkpoint).tensors.keys() - {path.name for path in paths}):
-        raise _damaged(checkpoint, checkpoint / TENSORS / missing[0], "it is missing")
-    try:
-        return [shard for path in paths for shard in read_shards(path)]
-    except DamagedFile as error:
-        raise _damaged(checkpoint, error.path, str(error)) from error
+def _saved_shards(checkpoint: Path, marker: CheckpointMarker) -> list[SavedShard]:
+    for name, digests in marker.tensors.items():  # before the headers in these blocks are trusted
+        check_first_block(checkpoint / TENSORS / name, digests)
+    return [shard for path in sorted((checkpoint / TENSORS).glob("*.safetensors")) for shard in read_shards(path)]
 
 
-def _damaged(checkpoint: Path, file: Path, fact: str) -> BadInput:
-    before = [path.name for path in complete(checkpoint.parent) if path.name < checkpoint.name]
-    then = f"resume from {before[-1]}" if before else "start the run again: there is no checkpoint before it"
-    return BadInput(f"the checkpoint is damaged: {fact}", file=file, fix=f"Move {checkpoint} away to {then}.")
+def set_aside(damage: DamagedFile, checkpoint: Path, checkpoints: Path, ranks: Ranks) -> Repaired:
+    """Rename a damaged checkpoint if its run has an older one; return the error that makes the run continue from that.
+
+    Raises the damage, with what to do, if there is none. Every rank must call this.
+    """
+    own = complete(checkpoints) if checkpoint.parent == checkpoints else []
+    older = [path.name for path in own if path.name < checkpoint.name]
+    ranks.wait_for_all()  # before one of them renames what the others list
+    if not older:
+        fix = "There is no checkpoint before it: restore it from a copy, or start the run again with --clean."
+        raise DamagedFile(f"the checkpoint is damaged: {damage.fact}", file=damage.file, fix=fix) from damage
+    kept = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    if ranks.first:
+        shutil.rmtree(kept, ignore_errors=True)
+        os.replace(checkpoint, kept)
+        sync(checkpoint.parent)
+    ranks.wait_for_all()
+    return Repaired(f"{damage}. The run continues from {older[-1]}; {kept} has the damaged checkpoint")
 
 
 def _name(step: int) -> str:

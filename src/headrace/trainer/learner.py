@@ -9,10 +9,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput, Failure
 from headrace.inference.colocation import ColocatedEngines
 from headrace.machine import free_memory
+from headrace.rollout.batch import DamagedFile
 from headrace.rollout.packing import pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
@@ -35,6 +36,8 @@ from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tensor_files import local_shards
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 from headrace.transport.files import MARKER, link_tree, write_directory
+
+T = TypeVar("T")
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensor names in a checkpoint."""
@@ -58,8 +61,10 @@ class Learner:
             raise ValueError("max_steps, seq_len and model.name must be set to train")
         self.config = config
         self.max_steps, self.seq_len = config.max_steps, config.seq_len
-        self.ranks = Ranks()
+        self.ranks, self._directory = Ranks(), checkpoints
         start = starting_point(checkpoints, resume)
+        if start is not None:
+            self._check(partial(checkpoint.read_state, start), start)
         self.ranks.wait_for_all()  # before one of them changes the directory that the others read
         kept = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
         self.checkpoints = Checkpoints(checkpoints, self.ranks, **kept)
@@ -95,6 +100,13 @@ class Learner:
         self._skipped = SkippedUpdates(config.max_skipped_updates)
         self.step = TrainStep(self.model, self.optimizer, losses, None if packed else 1)
 
+    def _check(self, read: Callable[[], T], start: Path) -> T:
+        """Read a part of a checkpoint; if it is damaged for one rank, all raise what `checkpoint.set_aside` gives."""
+        try:
+            return self.ranks.agree_on_damage(read)
+        except DamagedFile as damage:
+            raise checkpoint.set_aside(damage, start, self._directory, self.ranks) from damage
+
     def _load(self, start: Path) -> TrainState:
         """Load a checkpoint, written by any number of ranks."""
         files = start / checkpoint.MODEL
@@ -102,14 +114,14 @@ class Learner:
         if saved != (own := _shape(self.model.adapter)):
             fix = "Resume with the settings that it was saved with."
             raise ResumeError(f"{start} was saved with {saved}, but this run has {own}", key="lora", fix=fix)
-        names = checkpoint.saved_names(start)
+        names = self._check(partial(checkpoint.saved_names, start), start)
         model = prefixed(MODEL, self.model.learned())
         state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
         if unused := sorted(name for name in names if name not in model and name not in state):
             fact = f"the checkpoint has {unused[0]}, which this run does not use: it is of another model or optim.type"
             fix = "Resume with the model and the optim.type that it was saved with."
             raise ResumeError(fact, key="--resume", value=start, fix=fix)
-        checkpoint.load_tensors(start, {**model, **state})
+        self._check(partial(checkpoint.load_tensors, start, {**model, **state}), start)
         self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in state.items()})
         return checkpoint.read_state(start)
 

@@ -15,13 +15,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace.rollout.batch import DamagedFile
 from headrace.transport.files import draft_of, write_directory
 
 T = TypeVar("T")
@@ -86,6 +87,18 @@ class Ranks:
         else:
             values = [value]
         return values  # type: ignore[return-value]
+
+    def agree_on_damage(self, read: Callable[[], T]) -> T:
+        """Return what `read` returns on this rank; raise on all ranks if it finds a damaged file on one of them."""
+        result: T | None = None
+        damage: DamagedFile | None = None
+        try:
+            result = read()
+        except DamagedFile as error:
+            damage = error
+        if self.any(damage is not None):
+            raise next(found for found in self.gather(damage) if found is not None)
+        return cast(T, result)
 
     def wait_for_all(self) -> None:
         self.most(0)

@@ -17,10 +17,11 @@ from functools import partial
 import torch
 
 from headrace.config.trainer import LossConfig, TrainerConfig
+from headrace.errors import Repaired
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
-from headrace.rollout.batch import Batch
+from headrace.rollout.batch import Batch, DamagedFile
 from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.trainer.host_copies import pin_ahead
@@ -93,7 +94,7 @@ class RlTrainer:
         while (step := learner.state.step + 1) <= learner.max_steps:
             if not self._wait_for_batch(step):
                 break
-            batch = self.run_dir.batches.read(step)
+            batch = self._read_batch(step)
             self.watch.lap("time/wait_for_batch")
             lr = learner.learning_rate
             result = self._train_step(step, batch)
@@ -129,6 +130,17 @@ class RlTrainer:
             self.status,
             stopped=lambda: ranks.any(self.stopped.is_set()),
         )
+
+    def _read_batch(self, step: int) -> Batch:
+        """Read the batch. If it is damaged for one rank, it is set aside, and all ranks raise `Repaired`."""
+        ranks, batches = self.learner.ranks, self.run_dir.batches
+        try:
+            return ranks.agree_on_damage(partial(batches.read, step))
+        except DamagedFile as damage:
+            if ranks.first:
+                batches.set_aside(step)
+            self._finish_checkpoint(wait=True)
+            raise Repaired(f"{damage}. It was not trained, and its prompts are sampled again") from damage
 
     def _train_step(self, step: int, batch: Batch) -> StepResult | None:
         """Train on the batch, write the probe and publish the new version, all but the last; None if stopped."""

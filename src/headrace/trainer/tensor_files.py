@@ -25,11 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from headrace.inference.weights.buffers import as_bytes
+from headrace.rollout.batch import DamagedFile
+from headrace.rollout.digest import digest_of
 from headrace.trainer.host_copies import BUCKET_BYTES
-from headrace.transport.checkpoint_files import BlockDigests, block_digest, block_spans, read_into
+from headrace.transport.checkpoint_files import XXH3, BlockDigests, block_spans, read_into
+from headrace.transport.files import check_regular
 
 WRITER_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
-"""Each computes digests at about 1 GB/s; half of the cores are left to others."""
+"""Half of the cores are left to others."""
 READER_THREADS = 8
 HEADER_ALIGNMENT_BYTES = 64
 _LENGTH = struct.Struct("<Q")
@@ -48,14 +51,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class DamagedFile(Exception):
-    """A tensor file that is not what was written; the message does not name it."""
-
-    def __init__(self, path: Path, fact: str) -> None:
-        super().__init__(fact)
-        self.path = path
 
 
 class Shard(NamedTuple):
@@ -165,7 +160,7 @@ class TensorFileWriter:
         finally:
             self._threads.shutdown()
             os.close(self._file)
-        return BlockDigests(self._written, BUCKET_BYTES, digests)
+        return BlockDigests(self._written, BUCKET_BYTES, digests, XXH3)
 
     def _open_block(self) -> Tensor:
         if self._open is None:
@@ -194,7 +189,7 @@ class TensorFileWriter:
             os.fdatasync(self._file)
             if hasattr(os, "posix_fadvise"):  # not on macOS
                 os.posix_fadvise(self._file, start, len(content), os.POSIX_FADV_DONTNEED)
-            return block_digest(content)
+            return digest_of(content)
         except OSError as error:
             error.filename = str(self.path)
             raise
@@ -245,6 +240,7 @@ class SavedShard(NamedTuple):
 
 def read_shards(path: Path) -> list[SavedShard]:
     """Return the shards of a file from its header; raises `DamagedFile`."""
+    check_regular(path)
     try:
         with open(path, "rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
@@ -265,7 +261,7 @@ def read_shards(path: Path) -> list[SavedShard]:
         if size != _LENGTH.size + length + end:
             raise ValueError(f"it has {size} bytes instead of {_LENGTH.size + length + end}")
     except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
-        raise DamagedFile(path, str(error)) from error
+        raise DamagedFile(f"damaged: {error}", file=path) from error
     return shards
 
 
@@ -340,7 +336,7 @@ class _BlockReader:
         """Fill the pieces from a file."""
         size = path.stat().st_size
         if digests is not None and size != digests.size:
-            raise DamagedFile(path, f"it has {size} bytes instead of {digests.size}")
+            raise DamagedFile(f"damaged: {size} bytes instead of {digests.size}", file=path)
         block_size = BUCKET_BYTES if digests is None else digests.block_size
         by_block: dict[int, list[_Piece]] = {}
         for piece in pieces:
@@ -349,14 +345,16 @@ class _BlockReader:
         blocks = block_spans(size, block_size)
         reads = [
             self._threads.submit(
-                self._read_block, path, blocks[number], parts, None if digests is None else digests.digests[number]
+                self._read_block, path, blocks[number], parts, None if digests is None else (digests, number)
             )
             for number, parts in sorted(by_block.items())
         ]
         for read in reads:
             read.result()
 
-    def _read_block(self, path: Path, span: tuple[int, int], pieces: list[_Piece], expected: str | None) -> None:
+    def _read_block(
+        self, path: Path, span: tuple[int, int], pieces: list[_Piece], recorded: tuple[BlockDigests, int] | None
+    ) -> None:
         start, end = span
         if not hasattr(self._buffers, "own"):
             self._buffers.own = torch.empty(0, dtype=torch.uint8)
@@ -365,8 +363,8 @@ class _BlockReader:
         block: Tensor = self._buffers.own[: end - start]
         content = block.numpy().data
         read_into(path, start, content)
-        if expected is not None and block_digest(content) != expected:
-            raise DamagedFile(path, f"its bytes {start} to {end} differ from those that were written")
+        if recorded is not None and not recorded[0].matches(recorded[1], content):
+            raise DamagedFile(f"damaged: its bytes {start} to {end} differ from those that were written", file=path)
         for piece in pieces:
             first, last = max(piece.start, start), min(piece.start + len(piece.target), end)
             part = piece.target[first - piece.start : last - piece.start]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from headrace.rollout.batch import Batch, BatchSample, SchemaError, encode_batch, read_batch
+from headrace.rollout.batch import Batch, BatchSample, DamagedFile, SchemaError, encode_batch, read_batch
+from headrace.rollout.digest import digest_of
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
-from headrace.transport.files import sync, write_atomically
+from headrace.transport.files import check_regular, sync, write_atomically
+from headrace.transport.journal import FileRecord
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """The stream of a probe's samples: logprobs by the trainer with the weights of the probe's version."""
@@ -32,9 +34,12 @@ class BatchStore:
     def _prepared_path(self, step: int) -> Path:
         return self.directory / f".step-{step:08d}.prepared"
 
-    def prepare(self, batch: Batch) -> None:
-        """Write the batch durably under a hidden name, before the journal records it."""
-        write_atomically(self._prepared_path(batch.step), encode_batch(batch))
+    def prepare(self, batch: Batch) -> FileRecord:
+        """Write the batch durably under a hidden name, before the journal makes the returned record."""
+        content = encode_batch(batch)
+        write_atomically(self._prepared_path(batch.step), content)
+        path = self.path(batch.step)
+        return FileRecord(f"{path.parent.name}/{path.name}", len(content), digest_of(content))
 
     def announce(self, step: int) -> Path:
         """Make a prepared batch visible to the trainer."""
@@ -57,10 +62,20 @@ class BatchStore:
         return self.path(step).exists()
 
     def read(self, step: int) -> Batch:
-        batch = read_batch(str(self.path(step)))
+        """Read a batch; raises `DamagedFile` if it is not the one that was written for this step."""
+        path = self.path(step)
+        check_regular(path)
+        batch = read_batch(path)
         if batch.step != step:
-            raise ValueError(f"{self.path(step)} contains the batch of step {batch.step}")
+            raise DamagedFile(f"contains the batch of step {batch.step}", file=path)
         return batch
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged batch, so that it counts as missing; return the new path."""
+        kept = self.path(step).with_name(f"damaged-{self.path(step).name}")
+        os.replace(self.path(step), kept)
+        sync(self.directory)
+        return kept
 
     def steps(self) -> list[int]:
         """Return the steps on disk, in order."""
@@ -105,7 +120,8 @@ class ProbeStore:
         path = self.path(version)
         if not path.exists():
             return []
-        batch = read_batch(str(path))
+        check_regular(path)
+        batch = read_batch(path)
         if Version(batch.incarnation, batch.step) != version:
             raise SchemaError(f"{path} contains the probe of version {batch.incarnation}-{batch.step}")
         samples = [entry.sample for entry in batch.samples]

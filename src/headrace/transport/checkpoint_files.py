@@ -1,4 +1,4 @@
-"""The marker of a checkpoint, with digests of its tensor files, without torch.
+"""The marker of a checkpoint, with digests of its files, without torch.
 
 A large file has a digest for each block, so that threads verify blocks in parallel, and a reader only those it reads.
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA, decode_versioned
-from headrace.transport.files import MARKER
+from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
+from headrace.rollout.digest import Content, digest_of
+from headrace.transport.files import MARKER, check_regular
 
 TENSORS = "tensors"
 """The directory of a checkpoint's tensor files."""
 READER_THREADS = 8
+XXH3 = "xxh3-128"
 
 
 class BlockDigests(msgspec.Struct):
@@ -28,14 +30,23 @@ class BlockDigests(msgspec.Struct):
     size: int
     block_size: int
     digests: list[str]
+    algorithm: str = "blake2b"
+    """Older versions wrote no other one, and did not name it."""
+
+    def matches(self, number: int, block: Content) -> bool:
+        """Return whether a block is as it was written."""
+        old = self.algorithm != XXH3
+        own = hashlib.blake2b(block, digest_size=16).hexdigest() if old else digest_of(block)
+        return own == self.digests[number]
 
 
 class CheckpointMarker(msgspec.Struct):
-    """The completion marker of a checkpoint. `tensors`: digests by file name; older versions wrote none."""
+    """The completion marker of a checkpoint: digests of its tensor files by name, and of other files by their path."""
 
     step: int
     schema: int = SCHEMA
     tensors: dict[str, BlockDigests] = {}
+    files: dict[str, str] = {}
 
 
 def read_marker(checkpoint: Path) -> CheckpointMarker:
@@ -46,23 +57,70 @@ def read_marker(checkpoint: Path) -> CheckpointMarker:
     return decode_versioned(path.read_bytes(), CheckpointMarker, str(path))
 
 
-def find_damage(checkpoint: Path) -> Iterator[str]:
-    """Yield a sentence for each tensor file of a checkpoint that differs from its digests; reads all of them."""
-    for name, recorded in read_marker(checkpoint).tensors.items():
+def digests_of(directory: Path) -> dict[str, str]:
+    """Return the digests of all files in a directory by their relative path, those of tensors in it left out."""
+    paths = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.parent.name != TENSORS)
+    return {str(path.relative_to(directory)): digest_of(path.read_bytes()) for path in paths}
+
+
+def check_files(checkpoint: Path, marker: CheckpointMarker) -> None:
+    """Raise `DamagedFile` if a file other than tensors differs from its digest."""
+    for problem in _differing(checkpoint, marker.files):
+        raise problem
+
+
+def check_first_block(path: Path, digests: BlockDigests) -> None:
+    """Raise `DamagedFile` if the first block of a tensor file, which has its header, differs from its digest."""
+    if not path.is_file():
+        raise DamagedFile("missing, or not a regular file", file=path)
+    if (size := path.stat().st_size) != digests.size:
+        raise DamagedFile(f"damaged: {size} bytes instead of {digests.size}", file=path)
+    content = bytearray(min(digests.size, digests.block_size))
+    read_into(path, 0, memoryview(content))
+    if not digests.matches(0, content):
+        raise DamagedFile("damaged: its first block differs from what was written", file=path)
+
+
+def _differing(checkpoint: Path, digests: Mapping[str, str]) -> Iterator[DamagedFile]:
+    for name, digest in digests.items():
+        path = checkpoint / name
+        if not path.is_file():
+            yield DamagedFile("missing", file=path)
+        elif digest_of(path.read_bytes()) != digest:
+            yield DamagedFile("damaged: its content does not match its digest", file=path)
+
+
+def find_damage(checkpoint: Path) -> Iterator[DamagedFile]:
+    """Yield an error for each file of a checkpoint that differs from its digests; reads all of them."""
+    try:
+        marker = read_marker(checkpoint)
+    except DamagedFile as error:
+        yield error
+        return
+    yield from _differing(checkpoint, marker.files)
+    for name, recorded in marker.tensors.items():
         path = checkpoint / TENSORS / name
         size = path.stat().st_size if path.is_file() else None
         if size != recorded.size:
-            yield f"{path} is damaged: " + ("missing" if size is None else f"{size} bytes instead of {recorded.size}")
+            fact = "missing" if size is None else f"damaged: {size} bytes instead of {recorded.size}"
+            yield DamagedFile(fact, file=path)
             continue
         blocks = block_spans(recorded.size, recorded.block_size)
+
+        def is_whole(number: int, span: tuple[int, int], path: Path = path, recorded: BlockDigests = recorded) -> bool:
+            content = bytearray(span[1] - span[0])
+            read_into(path, span[0], memoryview(content))
+            return recorded.matches(number, content)
+
         with ThreadPoolExecutor(READER_THREADS) as readers:
-            found = readers.map(lambda span, path=path: _digest_of(path, *span), blocks)
-            differ = [start for (start, _), own, one in zip(blocks, found, recorded.digests, strict=True) if own != one]
+            whole = readers.map(is_whole, range(len(blocks)), blocks)
+            differ = [start for (start, _), same in zip(blocks, whole, strict=True) if not same]
         if differ:
-            yield f"{path} is damaged: {len(differ)} of {len(blocks)} blocks differ, the first at byte {differ[0]}"
+            fact = f"damaged: {len(differ)} of {len(blocks)} blocks differ, the first at byte {differ[0]}"
+            yield DamagedFile(fact, file=path)
 
 
-def find_damage_of_all(directory: Path) -> Iterator[str]:
+def find_damage_of_all(directory: Path) -> Iterator[DamagedFile]:
     """Yield what `find_damage` finds in the complete checkpoints of a directory, permanent ones included."""
     markers = sorted(directory.rglob(f"step-*/{MARKER}"))
     distinct = {marker.stat().st_ino: marker for marker in markers if marker.exists()}  # of hard links, one
@@ -78,21 +136,12 @@ def block_spans(size: int, block_size: int) -> list[tuple[int, int]]:
     return [(start, min(start + block_size, size)) for start in range(0, size, block_size)]
 
 
-def block_digest(content: bytearray | memoryview) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def read_into(path: Path, start: int, target: memoryview) -> None:
     """Fill `target` with the bytes of a file from `start` on; raise EOFError if the file is too short."""
+    check_regular(path)
     with open(path, "rb", buffering=0) as file:
         while len(target):
             count = os.preadv(file.fileno(), [target], start)
             if not count:
                 raise EOFError(f"{path} has only {start} bytes")
             target, start = target[count:], start + count
-
-
-def _digest_of(path: Path, start: int, end: int) -> str:
-    content = bytearray(end - start)
-    read_into(path, start, memoryview(content))
-    return block_digest(content)

@@ -1,12 +1,15 @@
-"""Atomic writes of files and directories: a reader sees a complete one or none, also after a kill."""
+"""Atomic writes of files and directories: a reader sees a complete one or none, also after a kill; checked reads."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from headrace.rollout.batch import DamagedFile
 
 MARKER = "COMPLETE.json"
 """Written last into a directory that another process waits for; a directory without it is incomplete."""
@@ -84,3 +87,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_regular(path: Path) -> None:
+    """Raise `DamagedFile` unless a path is a regular file: opening a FIFO or a device could block for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DamagedFile("not a regular file", file=path)
