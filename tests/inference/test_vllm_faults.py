@@ -127,9 +127,15 @@ async def test_a_copy_of_the_model_that_cannot_fetch_a_version_keeps_it_from_all
         assert (await served.backend.submit([1], SHORT).result()).version_spans == [(Version(0, 0), 0, 2)]
 
 
-async def test_a_version_that_never_comes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.inference.vllm.control.FETCH_TIMEOUT_S", 0.1)
-    async with serving(tmp_path, FETCHES="0") as served:
-        with pytest.raises(WeightsUnreachable, match=r"0\.1 s"):
-            await asyncio.wait_for(served.backend.update_weights(publish(tmp_path, V1), V1), 5)
-        assert not served.asked("pause") and served.backend.state().version == Version(0, 0)
+async def test_a_version_that_never_comes_is_given_up_and_blocks_no_pause(tmp_path: Path) -> None:
+    async with serving(tmp_path, FETCHES="0", read_timeout_s=1.0) as served:
+        path = publish(tmp_path, V1)
+        update = asyncio.create_task(served.backend.update_weights(path, V1))
+        await until(lambda: served.asked("has_published"))
+        assert not served.asked("pause")
+        await served.backend.pause()
+        await served.backend.resume()
+        assert not update.done()
+        with pytest.raises(WeightsUnreachable, match=str(path)):
+            await asyncio.wait_for(update, 30)
+        assert served.backend.state().version == Version(0, 0)

@@ -12,6 +12,7 @@ from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import ChildDirectory, VllmProcess
+from headrace.inference.weights.reading import READ_TIMEOUT_S
 from headrace.rollout.version import Version
 from headrace.transport.lock import DeviceLock
 from headrace.transport.weights import WeightStore
@@ -63,6 +64,7 @@ async def serving(
     clear_cache: bool = True,
     adapters: bool = False,
     lock: DeviceLock | None = None,
+    read_timeout_s: float = READ_TIMEOUT_S,
     **variables: str,
 ) -> AsyncIterator[Served]:
     async with stand_in(directory / "requests", **variables) as process:
@@ -83,6 +85,7 @@ async def serving(
             max_lora_rank=8 if adapters else 0,
             decode=lambda tokens: " ".join(map(str, tokens)),
             lock=lock,
+            read_timeout_s=read_timeout_s,
         )
         try:
             await backend.prepare()

@@ -39,6 +39,31 @@ class VllmConfig(Config):
     """Further environment variables of vLLM's server."""
 
 
+class HttpConfig(Config):
+    """`[inference.http]`: limits of the server's connections, TLS, and who may call it."""
+
+    header_timeout: float = Field(10.0, gt=0)
+    """Seconds for the head of a request, from the connection or from its first byte."""
+    body_timeout: float = Field(60.0, gt=0)
+    """Seconds for the body of a request; also the longest time for which a client may not read its response."""
+    idle_timeout: float = Field(120.0, gt=0)
+    """Seconds for which a connection without a request stays open, once it has sent a valid key. Clients of a run close
+    theirs after 60."""
+    admin_timeout: float = Field(540.0, gt=0)
+    """Seconds for an admin call, such as an update of the weights. Less than the 600 after which clients give up."""
+    max_unauthenticated: int = Field(4096, ge=1)
+    """Connections that have not sent a valid key yet; of more, the oldest is closed."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names, in addition to those of this machine, by which clients may address a server without an API key."""
+    keys_file: Path | None = None
+    """A TOML file with `api` and `admin`, lists of valid keys, instead of the environment variables. It is read again
+    when it changes."""
+    tls_certificate: Path | None = None
+    """The certificate, with its chain, in PEM; set: the server speaks HTTPS."""
+    tls_key: Path | None = None
+    """The private key of the certificate, in PEM; unset: it is in the same file."""
+
+
 class InferenceConfig(Config):
     engine: Literal["embedded", "vllm"] = "embedded"
     """`embedded`: Headrace's engine, for CPUs and single GPUs; `vllm`: vLLM, which must be installed."""
@@ -80,6 +105,7 @@ class InferenceConfig(Config):
     """Reuse the KV cache of prompts with the same prefix, as long as the weights do not change."""
     max_body_mb: float = Field(32.0, gt=0)
     """Largest request body in MB; larger ones are refused."""
+    http: HttpConfig = Field(default_factory=HttpConfig)
     api_key_var: str = "HEADRACE_API_KEY"
     """The environment variable with the API key of clients. Required on an address that other machines reach."""
     admin_key_var: str = "HEADRACE_ADMIN_KEY"

@@ -140,6 +140,9 @@ class ClientConfig(Config):
     """The environment variable with the API key of the engines in `base_url`; not exported: no key is sent."""
     admin_key_var: str = "HEADRACE_ADMIN_KEY"
     """The environment variable with their key for pausing, updating weights and resuming."""
+    keys_file: Path | None = None
+    """A file with both keys instead, as `inference.http.keys_file`, of which the first of each kind is sent. It is read
+    again when an engine refuses a key."""
     timeout: float | None = Field(None, gt=0)
     """Timeout of one request in seconds; then each other engine is tried once. Unset: 600, or 3600 if engines pause
     during training steps on the same GPU."""

@@ -32,7 +32,13 @@ the default: then each section may have its own."""
 
 
 class RunConfig(Config):
-    PATHS_OF_FILE = ("model.sft",)
+    PATHS_OF_FILE = (
+        "model.sft",
+        "inference.http.keys_file",
+        "inference.http.tls_certificate",
+        "inference.http.tls_key",
+        "orchestrator.client.keys_file",
+    )
     ALTERNATIVES = (
         (*MODEL_ORIGINS, *OTHER_MODEL_NAMES),
         ("orchestrator.batch_size", "orchestrator.token_batch_size", *BATCH_SIZES),

@@ -18,6 +18,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import BadInput
+from headrace.transport.blocking import require_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +111,7 @@ def read_adapter(directory: Path) -> Adapter:
     config = read_config(directory / CONFIG)
     path = directory / TENSORS
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(require_regular(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise AdapterError(str(error), file=path) from error
@@ -119,7 +120,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 def read_config(path: Path) -> AdapterConfig:
     try:
-        settings = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        settings = msgspec.json.decode(require_regular(path).read_bytes(), type=dict[str, Any])
         config = msgspec.convert(settings, AdapterConfig)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         raise AdapterError(str(error), file=path) from error

@@ -21,6 +21,7 @@ import msgspec
 from headrace.errors import Failure
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
+from headrace.transport.blocking import require_regular
 from headrace.transport.files import MARKER, draft_of, write_atomically, write_directory
 from headrace.transport.weights_link import MANIFEST
 
@@ -173,14 +174,14 @@ def read_marker(directory: Path) -> WeightsMarker:
     path = directory / MARKER
     if not path.exists():
         raise FileNotFoundError(f"{directory} has no {MARKER}: it is not a published version, or not complete")
-    return decode_versioned(path.read_bytes(), WeightsMarker, str(path))
+    return decode_versioned(require_regular(path).read_bytes(), WeightsMarker, str(path))
 
 
 def checksum(directory: Path) -> str:
     """Return a digest of the names and contents of the weight files, in name order."""
 
     def file_digest(path: Path) -> bytes:
-        with open(path, "rb") as file:
+        with open(require_regular(path), "rb") as file:
             return hashlib.file_digest(file, _new_digest).digest()
 
     paths = sorted(path for pattern in WEIGHTS for path in directory.glob(pattern))

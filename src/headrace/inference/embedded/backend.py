@@ -190,7 +190,9 @@ class EmbeddedBackend(asyncio.Protocol):
         self._transport.abort()
         if self._process is not None:
             self._process.kill()
-            await self._process.wait()
+            with contextlib.suppress(TimeoutError):  # a process that waits for a dead mount may not end
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._process.wait()
 
     async def _call(self, command: m.Command) -> str | None:
         """Run a command in the engine's process; cancelling the caller does not cancel the command."""

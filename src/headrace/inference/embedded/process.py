@@ -81,7 +81,7 @@ def _serve(start: m.Start, connection: socket.socket) -> None:
     engine = load_engine(config, start.directory, Tokenizer(start.directory), start.shared)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with frozen_gc():
-        EngineService(engine, connection, lock).run()
+        EngineService(engine, connection, lock, config.http.admin_timeout).run()
 
 
 if __name__ == "__main__":

@@ -10,20 +10,19 @@ import socket
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from headrace.inference.backend import EngineState, GenerationResult
 from headrace.inference.embedded import messages as m
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.weights.reading import READ_TIMEOUT_S
 from headrace.transport.lock import DeviceLock
 
 READ_BYTES = 1 << 18
 SEND_BUFFER_BYTES = 1 << 22
 """Results that the engine's thread can send without waiting for the server."""
-CALL_THREADS = 4
-"""So that a pause does not wait for weights that are read."""
 STATE_INTERVAL_S = 0.05
 """Shortest time between two snapshots while the engine steps."""
 HEARTBEAT_S = 1.0
@@ -33,7 +32,13 @@ HEARTBEAT_S = 1.0
 class EngineService:
     """An engine whose requests come from a socket, until `Close` or the end of the connection."""
 
-    def __init__(self, engine: Engine, connection: socket.socket, lock: DeviceLock | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        connection: socket.socket,
+        lock: DeviceLock | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._connection = connection
         self._requests: dict[int, Request] = {}
@@ -42,8 +47,7 @@ class EngineService:
         self._is_connected = True
         self._last_state: EngineState | None = None
         self._state_sent_at = 0.0
-        self._calls = ThreadPoolExecutor(CALL_THREADS, "engine-call")
-        self._thread = EngineThread(engine, lock)
+        self._thread = EngineThread(engine, lock, read_timeout_s)
         self._thread.after_step = self._after_step
 
     def run(self) -> None:
@@ -59,7 +63,6 @@ class EngineService:
                     self._handle(message)
         finally:
             self._thread.stop()
-            self._calls.shutdown(wait=False, cancel_futures=True)
             self._flush()
             with self._sending:
                 self._is_connected = False
@@ -70,7 +73,8 @@ class EngineService:
             case m.Submit():
                 self._submit(message)
             case m.Call():
-                self._calls.submit(self._answer, message)
+                # Each call has a thread, so that none waits for another, for example one that reads weights.
+                threading.Thread(target=self._answer, args=(message,), name="engine-call", daemon=True).start()
             case m.Follow(number):
                 if (request := self._requests.get(number)) is not None:
                     self._follow(number, request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.errors import WeightsError, read_checked_marker
 from headrace.inference.weights.published import PublishedWeights
+from headrace.inference.weights.reading import READ_TIMEOUT_S, DirectoryReader
 from headrace.rollout.version import Version
 from headrace.transport.lock import POLL_S, DeviceLock
 
@@ -35,11 +37,13 @@ class _PartialInstall(EngineError):
 class EngineThread:
     """An engine on a thread of its own; every method may be called from any thread.
 
-    With a `lock` the engine shares its device with the trainer, and steps only while it holds the lock.
+    With a `lock` the engine shares its device with the trainer, and steps only while it holds the lock. Files are read
+    for at most `read_timeout_s`.
     """
 
-    def __init__(self, engine: Engine, lock: DeviceLock | None = None) -> None:
+    def __init__(self, engine: Engine, lock: DeviceLock | None = None, read_timeout_s: float = READ_TIMEOUT_S) -> None:
         self.engine = engine
+        self._reader = DirectoryReader(read_timeout_s)
         self.after_step: Callable[[bool], None] = lambda idle: None
         """Called on the thread after each step, with whether the engine has nothing more to do."""
         self._device_lock = None if lock is None else EngineDeviceLock(engine, lock)
@@ -96,24 +100,34 @@ class EngineThread:
     def update_weights(self, directory: Path, version: Version) -> str:
         """Install a published version before the next step, and return its checksum.
 
-        The files are read on the caller's thread, while sampling continues. Idempotent: a version that is installed
-        already is not read again.
+        The files are read while sampling continues. Idempotent: a version that is installed already is not read again.
         """
-        with self._updating:
+        deadline = time.monotonic() + self._reader.timeout_s
+        if not self._updating.acquire(timeout=self._reader.timeout_s):  # behind updates that are not read either
+            raise self._reader.unreachable(directory)
+        try:
             self._refuse_if_stopping()
-            marker = read_checked_marker(directory, version)
-            if self._loaded == (version, marker.checksum):
-                return marker.checksum
-            published = self.engine.read(directory, version)
+            published = self._reader.read(directory, lambda: self._read_new(directory, version), deadline)
+            if isinstance(published, str):
+                return published
             try:
                 self._call(lambda: self._install(published))
             finally:
                 published.release()
             return published.checksum
+        finally:
+            self._updating.release()
+
+    def _read_new(self, directory: Path, version: Version) -> PublishedWeights | str:
+        """Return the weights, or only their checksum if they are installed already."""
+        marker = read_checked_marker(directory, version)
+        if self._loaded == (version, marker.checksum):
+            return marker.checksum
+        return self.engine.read(directory, version)
 
     def load_adapter(self, name: str, directory: Path) -> None:
         """Serve an adapter under this name, replacing one that has it."""
-        adapter = self.engine.adapters.read(name, directory)
+        adapter = self._reader.read(directory, lambda: self.engine.adapters.read(name, directory))
         self._call(lambda: self.engine.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> None:

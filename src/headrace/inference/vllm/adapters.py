@@ -7,7 +7,6 @@ first: vLLM may read them again later, after the trainer has removed them.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import shutil
@@ -17,8 +16,10 @@ from pathlib import Path
 from headrace.inference.backend import EngineError, ModelNotFound
 from headrace.inference.vllm.control import CallRefused, Control
 from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import DirectoryReader
 from headrace.rollout.version import Version
 from headrace.transport.adapter import CONFIG, TENSORS, AdapterError, read_config
+from headrace.transport.blocking import require_regular
 from headrace.transport.weights import checksum
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,11 @@ def rank_for(rank: int) -> int | None:
 class Adapters:
     """The loaded adapters. `directory` is for copies of their files; with a `max_rank` of 0 none can be loaded."""
 
-    def __init__(self, control: Control, directory: Path, max_rank: int) -> None:
+    def __init__(self, control: Control, directory: Path, max_rank: int, reader: DirectoryReader) -> None:
         self.max_rank = max_rank
         self._control = control
         self._directory = directory
+        self._reader = reader
         self._numbers = itertools.count()
         self._uses: Counter[str] = Counter()
         self._replaced: set[str] = set()
@@ -79,7 +81,10 @@ class Adapters:
 
     async def load_policy(self, directory: Path, version: Version, expected: str) -> str:
         """Load a published adapter and return vLLM's name; `set_policy` puts it into use."""
-        actual = await asyncio.to_thread(checksum, directory)
+        try:
+            actual = await self._reader.read_async(directory, lambda: checksum(directory))
+        except OSError as error:
+            raise WeightsError(str(error)) from error
         if actual != expected:
             raise WeightsError(f"{directory} is damaged: its files have checksum {actual}, not {expected}")
         return await self._load(f"policy@{version}#{next(self._numbers)}", directory)
@@ -103,20 +108,20 @@ class Adapters:
 
     async def _load(self, vllm_name: str, directory: Path) -> str:
         try:
-            rank = read_config(directory / CONFIG).r
+            config = await self._reader.read_async(directory, lambda: read_config(directory / CONFIG))
         except AdapterError as error:
             raise WeightsError(str(error)) from error
-        if rank > self.max_rank:
-            raise WeightsError(f"{directory} has rank {rank}. Set inference.vllm.max_lora_rank to at least that")
+        if config.r > self.max_rank:
+            raise WeightsError(f"{directory} has rank {config.r}. Set inference.vllm.max_lora_rank to at least that")
         copy = self._directory / vllm_name.replace("/", "_")
 
         def copy_files() -> None:
             copy.mkdir(parents=True)
             for name in (CONFIG, TENSORS):
-                shutil.copyfile(directory / name, copy / name)
+                shutil.copyfile(require_regular(directory / name), copy / name)
 
         try:
-            await asyncio.to_thread(copy_files)
+            await self._reader.read_async(directory, copy_files)
             await self._control.load_adapter(vllm_name, copy)
         except (OSError, CallRefused) as error:
             shutil.rmtree(copy, ignore_errors=True)

@@ -26,6 +26,7 @@ from headrace.inference.vllm.control import CallRefused, Control, Metrics, Preem
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.process import VllmProcess
 from headrace.inference.weights.errors import read_checked_marker
+from headrace.inference.weights.reading import READ_TIMEOUT_S, DirectoryReader
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
 from headrace.transport.lock import POLL_S, DeviceLock
@@ -67,6 +68,7 @@ class VllmBackend:
         max_lora_rank: int,
         decode: Callable[[list[int]], str],
         lock: DeviceLock | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -76,7 +78,8 @@ class VllmBackend:
         self._capacity, self._replicas = max_running * replicas, replicas
         self._max_requests = self._capacity + max_waiting
         self._clear_cache = clear_cache
-        self._adapters = Adapters(self._control, adapters_directory, max_lora_rank)
+        self._reader = DirectoryReader(read_timeout_s)
+        self._adapters = Adapters(self._control, adapters_directory, max_lora_rank, self._reader)
         self._stamps = self._untruncated = True
         self._version = INITIAL
         self._checksum = ""
@@ -86,7 +89,10 @@ class VllmBackend:
         self._in_flight: dict[str, VllmGeneration] = {}
         self._numbers = itertools.count()
         self._permits = asyncio.Semaphore(self._capacity + SPARE_REQUESTS)
+        self._updating = asyncio.Lock()
+        """Held while weights or an adapter are read, which may take long; it is taken before `_changing`."""
         self._changing = asyncio.Lock()
+        """Held while vLLM is paused or resumed."""
         self._settled = asyncio.Event()
         """Unset during an update, when it is open which version a new request would get."""
         self._settled.set()
@@ -242,20 +248,21 @@ class VllmBackend:
             await self._control.resume()
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        marker = await asyncio.to_thread(read_checked_marker, directory, version)
+        marker = await self._reader.read_async(directory, lambda: read_checked_marker(directory, version))
         # Shielded: a disconnecting caller must not leave the engine between two versions.
         return await asyncio.shield(asyncio.create_task(self._update(directory, version, marker)))
 
     async def _update(self, directory: Path, version: Version, marker: WeightsMarker) -> str:
-        async with self._changing:
+        async with self._updating:
             if (version, marker.checksum) == (self._version, self._checksum):
                 return marker.checksum
             if self._adapters.max_rank and is_adapter(directory) and not is_linked(directory):
                 policy = await self._adapters.load_policy(directory, version, marker.checksum)
                 self._sample_with(version, marker.checksum, policy)
             else:
-                await self._control.fetch_weights(directory, version, self._replicas)
-                await self._replace(directory, version, marker.checksum)
+                await self._control.fetch_weights(directory, version, self._replicas, self._reader.timeout_s)
+                async with self._changing:
+                    await self._replace(directory, version, marker.checksum)
             await self._adapters.unload_unused()
             return marker.checksum
 
@@ -309,11 +316,11 @@ class VllmBackend:
         self._preemptions.update(self._metrics.preemptions)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        async with self._changing:
+        async with self._updating:
             await self._adapters.load(name, directory)
 
     async def unload_adapter(self, name: str) -> None:
-        async with self._changing:
+        async with self._updating:
             await self._adapters.unload(name)
 
     async def failure(self) -> str:

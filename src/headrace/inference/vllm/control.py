@@ -21,7 +21,6 @@ CALL_TIMEOUT_S = 600.0
 METRICS_TIMEOUT_S = 10.0
 MIN_FETCH_POLL_S, MAX_FETCH_POLL_S = 0.02, 0.5
 """Delay between two checks whether the workers have fetched a version, the first and the longest."""
-FETCH_TIMEOUT_S = 600.0
 _METRIC = re.compile(r"vllm:(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)")
 _REASON = re.compile(r'finished_reason="(\w+)"')
 
@@ -78,19 +77,19 @@ class Control:
         except msgspec.DecodeError as error:
             raise CallRefused(f"vLLM's response to {method} is invalid: {error}") from error
 
-    async def fetch_weights(self, directory: Path, version: Version, replicas: int) -> None:
-        """Have every worker fetch a published version while sampling continues.
+    async def fetch_weights(self, directory: Path, version: Version, replicas: int, timeout_s: float) -> None:
+        """Have every worker fetch a published version while sampling continues, within `timeout_s`.
 
         Raises `WeightsError`; the weights in use are unchanged in any case.
         """
         arguments = (str(directory), str(version))
         await self.on_workers("fetch_published", *arguments)
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._wait_fetched(arguments)
         except TimeoutError as error:
             raise WeightsUnreachable(
-                f"weights {version} did not reach vLLM's workers within {FETCH_TIMEOUT_S:g} s"
+                f"{directory}: vLLM's workers did not read it within {timeout_s:g} s (inference.http.admin_timeout)"
             ) from error
         if replicas == 1:
             return

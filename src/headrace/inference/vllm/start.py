@@ -85,6 +85,7 @@ async def start_vllm(
         max_lora_rank=config.vllm.max_lora_rank,
         decode=decode,
         lock=lock,
+        read_timeout_s=config.http.admin_timeout,
     )
     try:
         await backend.prepare()

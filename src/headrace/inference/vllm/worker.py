@@ -13,8 +13,8 @@ report which weights sampled a token, the workers count the tokens of each reque
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from headrace.inference.weights.published import (
 )
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
+from headrace.transport.blocking import in_daemon_thread
 
 _HEAD = "lm_head.weight"
 FETCH_SKEW_S = 120.0
@@ -117,19 +118,18 @@ class PublishedWeightsWorker:
 
 
 class Fetcher:
-    """Fetches versions for one worker on a thread. `base` is the directory that vLLM was started with."""
+    """Fetches versions for one worker, each on a thread. `base` is the directory that vLLM was started with."""
 
     def __init__(self, device: torch.device, base: Path, dtype: torch.dtype, tied: bool) -> None:
         self._link = WeightsReceiver(device)
         self._base = BaseWeights(base, device)
         self._dtype = dtype
         self._tied = tied
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-weights")
         self._begun: tuple[Path, Version, Future[PublishedWeights]] | None = None
 
     def begin(self, directory: Path, version: Version) -> None:
         self._forget()
-        self._begun = (directory, version, self._thread.submit(self._fetch, directory, version))
+        self._begun = (directory, version, in_daemon_thread(partial(self._fetch, directory, version)))
 
     def has(self, directory: Path, version: Version) -> bool:
         """Whether `take` would return at once; raises what it would raise."""
@@ -154,14 +154,14 @@ class Fetcher:
         begun = self._of(directory, version)
         if begun is None:
             self._forget()
-            begun = self._thread.submit(self._fetch, directory, version)
+            begun = in_daemon_thread(partial(self._fetch, directory, version))
         self._begun = None
         return begun.result()
 
     def _forget(self) -> None:
         """Release the last fetch, which will not be taken, after it has finished."""
         if self._begun is not None:
-            self._thread.submit(_release, self._begun[2])
+            self._begun[2].add_done_callback(_release)
 
     def _of(self, directory: Path, version: Version) -> Future[PublishedWeights] | None:
         if self._begun is None or self._begun[:2] != (directory, version):

@@ -30,6 +30,7 @@ from headrace.inference.weights.link import Received
 from headrace.machine import free_memory
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterError, Matrices, is_adapter, merged, read_adapter
+from headrace.transport.blocking import require_regular
 from headrace.transport.weights import checksum
 from headrace.transport.weights_link import is_linked
 
@@ -196,7 +197,7 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(require_regular(path), framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path}: {error}") from error
