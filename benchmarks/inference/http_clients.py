@@ -108,15 +108,16 @@ def run_server(model: Path, engine: str, pipe: Connection) -> None:
 async def serve(model: Path, engine: str, pipe: Connection) -> None:
     from headrace.inference.embedded.backend import start_embedded
     from headrace.inference.server.app import App
+    from headrace.inference.server.http_server import HttpServer, bind, url_of
     from headrace.inference.server.keys import Keys
-    from headrace.inference.server.main import HttpServer, bind, make_chat, url_of
+    from headrace.inference.server.main import make_chat
 
     config = InferenceConfig(model={"name": str(model)}, max_model_len=1024, max_running=256)
     chat = make_chat(config, "tiny", model)
     backend: Any = StandInBackend()
     if engine == "embedded":
         backend = await start_embedded(config, model, None)
-    server = HttpServer(App(backend, chat, Keys(None, None), max_body=1 << 25))
+    server = HttpServer(App(backend, chat, Keys(), max_body=1 << 25))
     listener = bind("127.0.0.1", 0)
     pipe.send(url_of(listener))
     await server.serve(sockets=[listener])

@@ -11,9 +11,10 @@ import pytest
 
 from headrace.cli.main import parse
 from headrace.cli.serve import greeting, read_target
-from headrace.config.inference import InferenceConfig
+from headrace.config.inference import HttpConfig, InferenceConfig
 from headrace.errors import AGAIN
 from headrace.inference.backend import (
+    AdminTimeout,
     EngineError,
     EngineOverloaded,
     EngineStopped,
@@ -22,7 +23,8 @@ from headrace.inference.backend import (
 )
 from headrace.inference.server.app import App
 from headrace.inference.server.keys import Forbidden, Unauthorized
-from headrace.inference.server.replies import TooLarge, TooSlow, error_reply
+from headrace.inference.server.reading import TooLarge, TooSlow
+from headrace.inference.server.replies import error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.tools.chat.conversation import HELP, SETTINGS
 from tests.cli.chat_stand_in import chat_stand_in
@@ -92,6 +94,11 @@ def test_every_setting_is_a_key_with_this_default(row: list[str]):
         assert row[1].strip("`") == (default if isinstance(default, str) else f"{default:g}"), key
 
 
+def test_every_limit_of_connections_is_a_key_with_this_default():
+    shown = {row[0].strip("`"): float(row[1]) for row in cells("## Slow and many clients")}
+    assert {key: getattr(HttpConfig(), key) for key in shown} == shown
+
+
 def test_the_statuses_are_what_such_errors_are_answered_with():
     errors = (
         InvalidRequest(""),
@@ -104,6 +111,7 @@ def test_the_statuses_are_what_such_errors_are_answered_with():
         EngineError(""),
         WeightsUnreachable(""),
         EngineStopped(""),
+        AdminTimeout(""),
     )
     statuses = [error_reply(error).status_code for error in errors]
     assert [int(row[0]) for row in cells("## What goes wrong")] == statuses

@@ -21,7 +21,7 @@ from headrace.inference.schema import (
     UpdateWeightsResponse,
     WeightVersionSpan,
 )
-from headrace.inference.server.main import bind, url_of
+from headrace.inference.server.http_server import bind, url_of
 
 
 class EngineStandIn:

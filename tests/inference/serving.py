@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.service import EngineService
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
+from headrace.inference.server.http_server import HttpServer, bind, url_of
 from headrace.inference.server.keys import Keys
-from headrace.inference.server.main import HttpServer, bind, url_of
+from headrace.inference.weights.reading import READ_TIMEOUT_S
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 
@@ -31,7 +35,7 @@ def chat_of(model_directory: Path) -> Chat:
 @contextlib.asynccontextmanager
 async def served(backend: Backend, chat: Chat, keys: Keys | None = None, **options: Any) -> AsyncIterator[str]:
     """Serve an engine for a while, then end it; gives the server's address."""
-    server = HttpServer(App(backend, chat, keys or Keys(None, ADMIN_KEY), **options))
+    server = HttpServer(App(backend, chat, keys or Keys((), (ADMIN_KEY,)), **options))
     listener = bind("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.listening.wait()
@@ -57,11 +61,31 @@ async def client_of_engine(
             await client.close()
 
 
-async def connect(engine: Engine, max_waiting: int = 4096, kind: type[EmbeddedBackend] = EmbeddedBackend) -> Any:
+async def connect(
+    engine: Engine,
+    max_waiting: int = 4096,
+    kind: type[EmbeddedBackend] = EmbeddedBackend,
+    read_timeout_s: float = READ_TIMEOUT_S,
+) -> Any:
     """The server's end of a connection to this engine, which runs in a thread instead of a process."""
     ours, theirs = socket.socketpair()
-    threading.Thread(target=EngineService(engine, theirs).run, daemon=True).start()
+    service = EngineService(engine, theirs, read_timeout_s=read_timeout_s)
+    threading.Thread(target=service.run, daemon=True).start()
     return await kind.connect(ours, max_waiting)
+
+
+@contextlib.contextmanager
+def blocked(path: Path) -> Iterator[None]:
+    """A file that blocks a process that opens it, as on a mount whose server is gone: for 45 s or the block."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent to the holder of a lease
+    holder = os.open(path, os.O_RDWR)
+    fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(holder)
+        signal.signal(signal.SIGIO, before)
 
 
 def engine_of(model: Any, model_directory: Path, **options: Any) -> Engine:

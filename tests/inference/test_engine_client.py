@@ -19,7 +19,7 @@ from headrace.inference.client.errors import (
 )
 from headrace.inference.schema import Completion, SamplingParams, WeightVersionSpan
 from headrace.inference.server.app import App
-from headrace.inference.server.main import CannotListen, HttpServer, bind, url_of
+from headrace.inference.server.http_server import CannotListen, HttpServer, bind, url_of
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import Endpoint, write_endpoint
 from headrace.transport.weights import read_marker

@@ -24,7 +24,8 @@ from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResp
 from headrace.inference.server.chat import ChatRequest
 from headrace.inference.server.completions import CompletionRequest
 from headrace.inference.server.generate import VllmSampling
-from headrace.inference.server.main import CannotListen, bind, make_chat, serve
+from headrace.inference.server.http_server import CannotListen, bind
+from headrace.inference.server.main import make_chat, serve
 from headrace.inference.server.request_bodies import TokenizeRequest, unsupported_in
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version

@@ -28,7 +28,7 @@ async def backend(model: Any, model_directory: Path) -> EmbeddedBackend:
 @pytest_asyncio.fixture
 async def client(backend: EmbeddedBackend, model_directory: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        served(backend, chat_of(model_directory), Keys("secret", "admin")) as url,
+        served(backend, chat_of(model_directory), Keys(("secret",), ("admin",))) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client,
     ):
         yield client

@@ -20,7 +20,7 @@ from headrace.inference.client.errors import (
     error_from_response,
 )
 from headrace.inference.schema import SCHEMA_HEADER, SamplingParams
-from headrace.inference.server.main import bind, url_of
+from headrace.inference.server.http_server import bind, url_of
 from headrace.inference.server.replies import error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.rollout.version import Version

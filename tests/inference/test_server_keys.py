@@ -12,7 +12,7 @@ import pytest_asyncio
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.server.keys import Forbidden, Keys, Unauthorized, find_keys, is_loopback
+from headrace.inference.server.keys import Forbidden, Keys, KeySource, Unauthorized, is_loopback
 from headrace.inference.server.main import serve
 from headrace.transport.endpoint import read_endpoint
 from headrace.transport.run_dir import RunDir
@@ -24,9 +24,14 @@ POSTED = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "
 ADMIN = ["/pause", "/resume", "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 
 
+def keys_from(environment: dict[str, str], host: str = "127.0.0.1", *, in_run: bool = False) -> Keys:
+    config = InferenceConfig(host=host, api_key_var="A", admin_key_var="B")
+    return KeySource(config, environment, in_run=in_run).read()
+
+
 @pytest.fixture
 def keys() -> Keys:
-    return Keys("client-key", "admin-key")
+    return Keys(("client-key",), ("admin-key",))
 
 
 @pytest_asyncio.fixture
@@ -65,8 +70,8 @@ async def test_health_is_everyones(http: aiohttp.ClientSession) -> None:
 def test_without_an_admin_key_all_admin_calls_are_forbidden() -> None:
     for shown in (None, "Bearer ", "Bearer None"):
         with pytest.raises(Forbidden, match="admin_key_var"):
-            Keys(None, None).check_admin(shown)
-    Keys(None, None).check_client(None)
+            Keys().check_admin(shown)
+    Keys().check_client(None)
 
 
 @pytest.mark.parametrize(
@@ -83,24 +88,24 @@ def test_an_address_that_others_reach_needs_a_key(host: str, model_directory: Pa
     monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
     with refused(ConfigError, key="inference.host", value=host):
         serve(InferenceConfig(model={"name": str(model_directory)}, host=host), status=None, run=None)
-    assert find_keys({"A": "key"}, "A", "B", host, in_run=False) == Keys("key", None)
+    assert keys_from({"A": "key"}, host) == Keys(("key",))
 
 
 def test_this_machine_needs_none() -> None:
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
-    assert find_keys({}, "A", "B", "localhost", in_run=False) == Keys(None, None)
+    assert keys_from({}, "localhost") == Keys()
 
 
 def test_in_a_run_there_is_always_an_admin_key_and_never_the_same() -> None:
-    made = [find_keys({}, "A", "B", "127.0.0.1", in_run=True).admin for _ in range(2)]
-    assert None not in made and made[0] != made[1]
-    assert find_keys({"B": "mine"}, "A", "B", "127.0.0.1", in_run=True).admin == "mine"
+    made = [keys_from({}, in_run=True).admin for _ in range(2)]
+    assert all(made) and made[0] != made[1]
+    assert keys_from({"B": "mine"}, in_run=True).admin == ("mine",)
 
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "a\n"])
 def test_what_cannot_be_shown_is_no_key(key: str) -> None:
     with refused(ConfigError, key="A", value=None):
-        find_keys({"A": key}, "A", "B", "127.0.0.1", in_run=False)
+        keys_from({"A": key})
 
 
 async def test_a_runs_server_leaves_its_keys_to_the_owner_alone(served_run: RunDir) -> None:

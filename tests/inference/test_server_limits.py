@@ -26,16 +26,15 @@ from headrace.inference.backend import MAX_STOP_TOKEN_IDS, EngineState, EngineSt
 from headrace.inference.embedded.backend import EmbeddedBackend, start_embedded
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import Health
-from headrace.inference.server import app, main, replies
+from headrace.inference.server import app, main
 from headrace.inference.server.app import (
     LONG_BODY_BYTES,
-    MAX_LARGE_BODIES,
     MAX_NAME_CHARS,
     MAX_OTHER_VALUES,
     TOKENIZE_LENGTHS,
 )
 from headrace.inference.server.chat import ChatRequest
-from headrace.inference.server.replies import exceeds_json_limits
+from headrace.inference.server.reading import LargeBodies, exceeds_json_limits, read_body
 from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, connect, engine_of, served
 
 GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -88,7 +87,7 @@ async def test_a_body_of_50_mb_is_refused_and_the_next_one_served(
 async def test_expect_continue_is_answered_before_the_body(http: aiohttp.ClientSession) -> None:
     url = urlsplit(str(http._base_url))
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {50 * MB}\r\nExpect: 100-continue\r\n\r\n"
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {50 * MB}\r\nExpect: 100-continue\r\n\r\n"
     writer.write(head.encode())
     assert (await reader.readline()).startswith(b"HTTP/1.1 413")
     writer.close()
@@ -392,15 +391,15 @@ async def test_admin_calls_wait_for_no_long_text(backend: EmbeddedBackend) -> No
 
 
 async def test_a_large_body_holds_its_permit_until_it_has_been_processed() -> None:
-    large = asyncio.Semaphore(1)
+    large = LargeBodies(1)
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b'["' + b"x" * 2 * MB + b'"]', "more_body": False}
 
     http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
-    async with replies.read_body(http, 4 * MB, large) as content:
-        assert large.locked() and len(content) > 2 * MB
-    assert not large.locked()
+    async with read_body(http, 4 * MB, large) as content:
+        assert large._places.locked() and len(content) > 2 * MB
+    assert not large._places.locked()
 
 
 async def test_messages_are_let_go_before_the_answer(http: aiohttp.ClientSession, backend: EmbeddedBackend) -> None:
@@ -481,23 +480,3 @@ async def test_unknown_routes_and_methods_are_4xx(http: aiohttp.ClientSession) -
         async with http.request(method, path) as answer:
             assert answer.status in (404, 405)
             assert path in (await answer.json())["error"]["message"]
-
-
-async def test_large_bodies_that_do_not_arrive_block_others_only_briefly(
-    backend: EmbeddedBackend, model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replies, "LARGE_BODY_TIMEOUT_S", 0.5)
-    async with served(backend, chat_of(model_directory), max_body=4 * MB) as url, aiohttp.ClientSession(url) as http:
-        address = urlsplit(url)
-        lines = [await asyncio.open_connection(address.hostname, address.port) for _ in range(MAX_LARGE_BODIES + 1)]
-        head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {3 * MB}\r\n\r\n".encode()
-        for _, writer in lines:
-            writer.write(head + b" " * (2 * MB))
-            await writer.drain()
-        small = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
-        for body in (small, {**small, "priority": "x" * 2 * MB}):
-            async with http.post(GENERATE, json=body) as answer:
-                assert answer.status == 200
-        for reader, writer in lines:
-            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-            writer.close()

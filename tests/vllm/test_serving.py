@@ -47,7 +47,7 @@ def lent(backend: VllmBackend) -> Any:
 async def test_openais_client_chats_with_it(backend: VllmBackend, model_directory: Path) -> None:
     asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "n": 2, "seed": 5, "stop": ["zzz"]}
     async with (
-        served(lent(backend), chat_of(model_directory), Keys("secret", "admin")) as url,
+        served(lent(backend), chat_of(model_directory), Keys(("secret",), ("admin",))) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client,
     ):
         whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
@@ -66,7 +66,7 @@ async def test_openais_client_chats_with_it(backend: VllmBackend, model_director
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_orchestrators_client_samples_and_scores_with_it(backend: VllmBackend, model_directory: Path) -> None:
-    async with served(lent(backend), chat_of(model_directory), Keys(None, None)) as url:
+    async with served(lent(backend), chat_of(model_directory), Keys()) as url:
         client = EngineClient([url])
         try:
             done = await client.generate([5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0))

@@ -14,6 +14,7 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.backend import EngineProcess
+from headrace.inference.keys_file import read_keys_file
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
@@ -37,7 +38,7 @@ What is served: /v1/models, /v1/chat/completions, /v1/completions, /inference/v1
 
 Keys are read from the environment. HEADRACE_API_KEY: what clients must show; needed where others than this machine
 reach the address. HEADRACE_ADMIN_KEY: for requests that change what is served (weights, adapters); without one a server
-of no run takes no such calls.
+of no run takes no such calls. --http.keys_file FILE has them instead, and may change while the server runs.
 
 Of a run that is over, the newest weights are served. Of one that is not, this is one of its servers; --alone serves its
 newest weights as they are now, apart from it.
@@ -69,6 +70,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         setup_logging()
         stop_with_launcher()
         key_var = config.api_key_var if os.environ.get(config.api_key_var) else None
+        if config.http.keys_file is not None:
+            key_var = "KEY" if read_keys_file(config.http.keys_file).api else None
 
         def announce(url: str) -> None:
             print(greeting(url, key_var), flush=True)

@@ -45,6 +45,10 @@ class EngineStopped(EngineError):
     """The engine is shutting down or has died."""
 
 
+class AdminTimeout(EngineError):
+    """An admin call took longer than `http.admin_timeout`; what it changes is unknown."""
+
+
 class EngineOverloaded(EngineError):
     """The queue is full; the same request may be accepted later."""
 

@@ -76,6 +76,7 @@ async def _run(
                 retry_for=retry_for,
                 api_key=_key(config.client.api_key_var),
                 admin_key=_key(config.client.admin_key_var),
+                keys_file=config.client.keys_file,
             )
             stack.push_async_callback(client.close)
             # First, because it is quick: a missing teacher is reported before the long wait for the servers.

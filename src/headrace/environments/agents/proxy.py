@@ -24,24 +24,14 @@ from headrace.environments.agents.chat_completions import ChatRequest, ignored_s
 from headrace.environments.agents.episode import Episode, EpisodeOver
 from headrace.environments.base import Context, PromptTooLong
 from headrace.inference.backend import InvalidRequest
-from headrace.inference.server.replies import (
-    Handler,
-    answering,
-    decode_body,
-    on_bug,
-    on_http_error,
-    read_body,
-    reply,
-    unless_gone,
-)
+from headrace.inference.server.reading import LargeBodies, decode_body, read_body
+from headrace.inference.server.replies import Handler, answering, on_bug, on_http_error, reply, unless_gone
 from headrace.machine import raise_open_file_limit
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
-MAX_LARGE_BODIES = 8
-"""Large request bodies that are read concurrently."""
 KEEP_ALIVE_S = 600
 """An idle connection stays open this long: tools may be slow."""
 BACKLOG = 2048
@@ -66,7 +56,7 @@ class Proxy:
 
     async def start(self) -> None:
         raise_open_file_limit()  # each agent has its own connection, with both ends perhaps in this process
-        self._large = asyncio.Semaphore(MAX_LARGE_BODIES)
+        self._large = LargeBodies()
         # Created as TCP: otherwise asyncio leaves Nagle's algorithm on, which delays each response by 40 ms.
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listener.bind((HOST, 0))

@@ -9,6 +9,7 @@ fails would fare the same elsewhere. Updates of weights are idempotent. `pool.py
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 import zlib
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.config.base import ConfigError
 from headrace.inference.client.errors import (
     EngineBusy,
     EngineCallError,
@@ -30,6 +32,7 @@ from headrace.inference.client.errors import (
 )
 from headrace.inference.client.http import HttpClient, ServerUnreachable
 from headrace.inference.client.pool import MAX_RETRY_S, MIN_RETRY_S, NO_ENDPOINTS, EnginePool, PooledEngine, RetryState
+from headrace.inference.keys_file import KeysInFile, read_keys_file
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     SESSION_HEADER,
@@ -52,6 +55,8 @@ K = TypeVar("K")
 Decode = Callable[[bytes], T]
 """Decodes a response body. Raises `msgspec.DecodeError` or ValueError for an invalid one."""
 
+log = logging.getLogger(__name__)
+
 _decode_health = msgspec.json.Decoder(Health).decode
 _decode_acknowledgement = msgspec.json.Decoder(UpdateWeightsResponse).decode
 
@@ -68,7 +73,7 @@ class EngineClient:
     """One or more engines behind one interface. Create and use it in one event loop.
 
     `engines` is a list of base URLs, the directory of a run's endpoints, or a function that returns the current URLs.
-    The keys are for URLs; an endpoint has its own.
+    The keys, or those in `keys_file`, are for URLs; an endpoint has its own. They may change at any time.
     """
 
     def __init__(
@@ -79,8 +84,9 @@ class EngineClient:
         retry_for: float = 60.0,
         api_key: str | None = None,
         admin_key: str | None = None,
+        keys_file: Path | None = None,
     ) -> None:
-        self._endpoints = _endpoint_source(engines, api_key, admin_key)
+        self._endpoints = _endpoint_source(engines, api_key, admin_key, keys_file)
         self._endpoints_read_at = -math.inf
         self._next_poll_at = -math.inf
         self._polling: asyncio.Task[object] | None = None
@@ -210,12 +216,18 @@ class EngineClient:
         results: dict[str, T] = {}
 
         async def call(url: str) -> T:
+            engine = self._pool.engines.get(url)
             try:
                 return await self._request(url, route, body, decode, self._timeout, admin=True)
             except EngineUnavailable as error:
-                if (engine := self._pool.engines.get(url)) is not None:
+                if engine is not None:
                     self._pool.record_unreachable(engine, str(error), time.monotonic())
                 raise
+            except EngineRejected:
+                self._current_engines()
+                if self._pool.engines.get(url) is engine:
+                    raise
+                return await call(url)  # with the key that it has now
 
         async def attempt() -> list[T]:
             if engines is None:
@@ -344,11 +356,28 @@ async def _gather(
 
 
 def _endpoint_source(
-    engines: Sequence[str] | Path | Callable[[], Sequence[str]], api_key: str | None, admin_key: str | None
+    engines: Sequence[str] | Path | Callable[[], Sequence[str]],
+    api_key: str | None,
+    admin_key: str | None,
+    keys_file: Path | None,
 ) -> Callable[[], Iterable[Endpoint]]:
     if isinstance(engines, str):
         raise TypeError(f"engines must be a list of URLs, not the string {engines!r}")
     if isinstance(engines, Path):
         return lambda: read_endpoints(engines).values()
     urls = engines if callable(engines) else lambda: engines
-    return lambda: [Endpoint(url.rstrip("/"), 0, api_key, admin_key) for url in urls()]
+
+    fixed = KeysInFile((api_key,) if api_key else (), (admin_key,) if admin_key else ())
+    keys = fixed if keys_file is None else read_keys_file(keys_file)
+
+    def read() -> list[Endpoint]:
+        nonlocal keys
+        if keys_file is not None:
+            try:
+                keys = read_keys_file(keys_file)
+            except ConfigError as error:  # it may be about to be written
+                log.warning("the keys stay as they were: %s", error)
+        api, admin = (next(iter(each), None) for each in (keys.api, keys.admin))
+        return [Endpoint(url.rstrip("/"), 0, api, admin) for url in urls()]
+
+    return read

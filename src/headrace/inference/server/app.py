@@ -1,14 +1,11 @@
-"""The server's routes over one `Backend`: OpenAI's, vLLM's, admin calls, health and metrics.
-
-A slow sender costs a connection only: bodies are bounded, and uvicorn applies backpressure.
-"""
+"""The server's routes over one `Backend`: OpenAI's, vLLM's, admin calls, health and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from headrace.config.inference import HttpConfig
 from headrace.inference.backend import (
+    AdminTimeout,
     Backend,
     Generation,
     GenerationResult,
@@ -39,17 +38,16 @@ from headrace.inference.server import generate
 from headrace.inference.server.chat import Chat, ChatRequest
 from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.generate import GenerateBody
+from headrace.inference.server.hosts import HostCheck
 from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
+from headrace.inference.server.reading import LargeBodies, decode_body, exceeds_json_limits, read_body
 from headrace.inference.server.replies import (
     HEADERS,
     EventStream,
     answering,
-    decode_body,
-    exceeds_json_limits,
     on_bug,
     on_http_error,
-    read_body,
     reply,
     unless_gone,
 )
@@ -70,8 +68,8 @@ LONG_BODY_BYTES = 1 << 16
 """Requests larger than this are tokenized in a thread, not on the event loop."""
 MAX_OTHER_VALUES = 1 << 17
 """Strings, keys, lists and objects of a JSON request. Lists of token ids may be as long as a sequence."""
-MAX_LARGE_BODIES = 8
-"""Large bodies that are read at the same time; more wait in the network."""
+ADMIN_GRACE_S = 5.0
+"""How much longer than `http.admin_timeout` the server waits for the engine, which limits its calls itself."""
 MAX_NAME_CHARS = 256
 """Length of ids, salts and adapter names."""
 TOKENIZE_LENGTHS = 16
@@ -79,15 +77,24 @@ TOKENIZE_LENGTHS = 16
 
 
 class App:
-    """The routes. `max_body` is in bytes."""
+    """The routes. `max_body` is in bytes. `keys` may be replaced at any time."""
 
-    def __init__(self, backend: Backend, chat: Chat, keys: Keys | None = None, *, max_body: int = MAX_BODY) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        chat: Chat,
+        keys: Keys | None = None,
+        *,
+        max_body: int = MAX_BODY,
+        limits: HttpConfig | None = None,
+    ) -> None:
         self.backend = backend
         self.model_name = chat.model_name
         self.metrics = Metrics()
-        self._keys = keys or Keys()
+        self.keys = keys or Keys()
+        self.limits = limits or HttpConfig()
         self._max_body = max_body
-        self._large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
+        self._large_bodies = LargeBodies()
         self._long_text = asyncio.Lock()
         self._chat = chat
         self._completions = Completions(chat.model_name, chat.tokenizer, chat.token_text)
@@ -95,7 +102,12 @@ class App:
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
-        client, admin = self._keys.check_client, self._keys.check_admin
+        def client(authorization: str | None) -> None:
+            self.keys.check_client(authorization)
+
+        def admin(authorization: str | None) -> None:
+            self.keys.check_admin(authorization)
+
         routes = {
             "/health": ("GET", None, self.health),
             "/v1/models": ("GET", client, self.models),
@@ -119,7 +131,9 @@ class App:
             ],
             exception_handlers={HTTPException: on_http_error, Exception: on_bug},
         )
-        return Measured(app, self.metrics, frozenset(routes))
+        app.router.redirect_slashes = False  # a redirect would lead to the name in `Host`
+        measured = Measured(app, self.metrics, frozenset(routes))
+        return HostCheck(measured, self.limits.allowed_hosts, lambda: not self.keys.api)
 
     async def health(self, _: HttpRequest) -> Response:
         health = self.describe()
@@ -293,18 +307,19 @@ class App:
 
     async def pause(self, http: HttpRequest) -> Response:
         await self._read(http, NoFields, if_empty=b"{}")
-        await self.backend.pause()
+        await self._admin_call(self.backend.pause(), "the engine")
         return reply(self.describe())
 
     async def resume(self, http: HttpRequest) -> Response:
         await self._read(http, NoFields, if_empty=b"{}")
-        await self.backend.resume()
+        await self._admin_call(self.backend.resume(), "the engine")
         return reply(self.describe())
 
     async def update_weights(self, http: HttpRequest) -> Response:
         body = await self._read(http, UpdateWeightsRequest)
         version = Version(body.incarnation, body.step)
-        checksum = await self.backend.update_weights(_path(body.path, "path"), version)
+        path = _path(body.path, "path")
+        checksum = await self._admin_call(self.backend.update_weights(path, version), path)
         return reply(UpdateWeightsResponse(body.incarnation, body.step, checksum))
 
     async def load_adapter(self, http: HttpRequest) -> Response:
@@ -314,20 +329,30 @@ class App:
             raise InvalidRequest(fact, key="lora_name", value=body.lora_name)
         if body.lora_path is None:
             raise InvalidRequest("missing", key="lora_path")
-        await self.backend.load_adapter(body.lora_name, _path(body.lora_path, "lora_path"))
+        path = _path(body.lora_path, "lora_path")
+        await self._admin_call(self.backend.load_adapter(body.lora_name, path), path)
         return reply({"id": body.lora_name, "parent": self.model_name})
 
     async def unload_adapter(self, http: HttpRequest) -> Response:
         body = await self._read(http, AdapterRequest)
-        await self.backend.unload_adapter(body.lora_name)
+        await self._admin_call(self.backend.unload_adapter(body.lora_name), body.lora_name)
         return reply({"id": body.lora_name})
+
+    async def _admin_call(self, call: Coroutine[Any, Any, T], subject: Path | str) -> T:
+        """Wait for a call; raises `AdminTimeout`, with what the call waits for, if the engine's own limits fail."""
+        limit = self.limits.admin_timeout + ADMIN_GRACE_S
+        try:
+            async with asyncio.timeout(limit):
+                return await call
+        except TimeoutError as error:
+            raise AdminTimeout(f"{subject}: no result within {limit:g} s (http.admin_timeout)") from error
 
     @contextlib.asynccontextmanager
     async def _body(
         self, http: HttpRequest, kind: type[T], lengths: int = 1, if_empty: bytes = b""
     ) -> AsyncIterator[T]:
         """Read and decode a body whose lists of token ids have at most `lengths` times max_model_len entries."""
-        async with read_body(http, self._max_body, self._large_bodies) as content:
+        async with read_body(http, self._max_body, self._large_bodies, self.limits.body_timeout) as content:
             longest = self.backend.max_model_len
             bounds = (lengths * longest, MAX_OTHER_VALUES)
             if len(content) > MAX_OTHER_VALUES and await asyncio.to_thread(exceeds_json_limits, content, *bounds):

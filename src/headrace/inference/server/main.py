@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
-
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.errors import AGAIN, Failure
+from headrace.errors import AGAIN
 from headrace.inference.backend import Backend, EngineError, EngineStopped
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.backend import EngineProcess, start_embedded
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
-from headrace.inference.server.keys import Keys, find_keys
+from headrace.inference.server.http_server import HttpServer, bind, check_tls, url_of
+from headrace.inference.server.keys import Keys, KeySource
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.machine import frozen_gc
+from headrace.machine import frozen_gc, raise_open_file_limit
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.blocking import in_daemon_thread
 from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
 from headrace.transport.lock import POLL_S, DeviceLock
 from headrace.transport.run_dir import RunDir
@@ -42,15 +41,10 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_TIMEOUT_S = 120
-"""For idle connections: longer than our clients keep theirs, so that none is closed under a request."""
 STATUS_INTERVAL_S = 1.0
+KEYS_POLL_S = 1.0
 FAILURE_NOTICE_S = 2.0
 """How long a server whose engine has died reports that, before it exits to be restarted."""
-
-
-class CannotListen(Failure):
-    """The server cannot listen on its address."""
 
 
 def serve(
@@ -75,7 +69,10 @@ def serve(
     endpoint = None if run is None or status is None else run.endpoints / f"{status.current.process}.json"
     if endpoint is not None:
         endpoint.unlink(missing_ok=True)  # left behind by a server that was killed
-    keys = find_keys(os.environ, config.api_key_var, config.admin_key_var, config.host, in_run=endpoint is not None)
+    keys = KeySource(config, os.environ, in_run=endpoint is not None)
+    keys.read()  # raises if there are none, before the model is loaded
+    check_tls(config.http)
+    raise_open_file_limit()
     with bind(config.host, config.port) as listener:
         server = _EngineServer(config, listener, keys, status, endpoint, announce)
         if asyncio.run(server.serve(config.model.name, run, shared, engine)) is not None:
@@ -113,35 +110,13 @@ async def start_engine(
     return await start_vllm(config, directory, eos_token_id=tokenizer.eos_token_id, decode=tokenizer.decode, lock=lock)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
-    if error.errno == errno.EADDRINUSE:
-        return CannotListen(f"inference.port = {port}: in use on {host}. Choose another, or 0 for any free port.")
-    return CannotListen(f"inference.host = {host}, inference.port = {port}: cannot listen: {error.strerror}")
-
-
 @dataclass(frozen=True)
 class _EngineServer:
     """One server process: its address, and who learns that it serves."""
 
     config: InferenceConfig
     listener: socket.socket
-    keys: Keys
+    keys: KeySource
     status: Status | None
     endpoint: Path | None
     announce: Callable[[str], None] | None
@@ -163,7 +138,8 @@ class _EngineServer:
             backend, chat = started
             if run is not None:
                 await _unless(stop, _catch_up(backend, run))
-            app = App(backend, chat, self.keys, max_body=round(self.config.max_body_mb * 2**20))
+            max_body = round(self.config.max_body_mb * 2**20)
+            app = App(backend, chat, self.keys.read(), max_body=max_body, limits=self.config.http)
         except BaseException as error:
             failure = str(error) if isinstance(error, EngineStopped) else None
             if backend is not None:
@@ -190,7 +166,8 @@ class _EngineServer:
 
         starting = asyncio.create_task(start_engine(self.config, directory, shared, show, engine))
         try:
-            chat = await asyncio.to_thread(make_chat, self.config, name, directory)
+            # In a thread that does not delay the end: the files may be on a mount that does not respond.
+            chat = await asyncio.wrap_future(in_daemon_thread(partial(make_chat, self.config, name, directory)))
             return await starting, chat
         except BaseException:
             starting.cancel()
@@ -202,16 +179,15 @@ class _EngineServer:
     async def _listen(self, app: App, stop: asyncio.Event) -> str | None:
         """Serve until `stop`, or until the engine dies: then return the reason. Closes the engine."""
         server = HttpServer(app)
-        url = url_of(self.listener)
+        url = url_of(self.listener, "http" if self.config.http.tls_certificate is None else "https")
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         died = asyncio.create_task(app.backend.failure())
         helpers: list[asyncio.Task[Any]] = [died]
         try:
             await _first(server.listening, serving)
             log.info("serving %s on %s", app.model_name, url)
-            if self.endpoint is not None:
-                keys = self.keys
-                write_endpoint(self.endpoint, Endpoint(url, os.getpid(), api_key=keys.api, admin_key=keys.admin))
+            self._publish(url, app.keys)
+            helpers.append(asyncio.create_task(self._follow_keys(app, url)))
             if self.announce is not None:
                 self.announce(url)
             if self.status is not None:
@@ -230,6 +206,26 @@ class _EngineServer:
             await app.backend.close()  # ends requests in flight before connections close
             server.should_exit = True
             await serving
+
+    def _publish(self, url: str, keys: Keys) -> None:
+        """Write the endpoint of a run's server, with its newest keys."""
+        if self.endpoint is not None:
+            api_key, admin_key = (next(iter(each), None) for each in (keys.api, keys.admin))
+            write_endpoint(self.endpoint, Endpoint(url, os.getpid(), api_key=api_key, admin_key=admin_key))
+
+    async def _follow_keys(self, app: App, url: str) -> None:
+        """Read the keys again when their file changes. An invalid file changes nothing."""
+        while True:
+            await asyncio.sleep(KEYS_POLL_S)
+            if not self.keys.has_changed():
+                continue
+            try:
+                app.keys = self.keys.read()
+            except ConfigError as error:
+                log.error("the keys stay as they were: %s", error)
+            else:
+                log.info("the keys have changed: %d of clients, %d of admins", len(app.keys.api), len(app.keys.admin))
+                self._publish(url, app.keys)
 
 
 async def _catch_up(backend: Backend, run: RunDir) -> None:
@@ -274,35 +270,6 @@ async def _first(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
     return next((task.result() for task in tasks if task.done()), None)
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn with an event for when it listens, and without its signal handlers."""
-
-    def __init__(self, app: App) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app.asgi(),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=KEEPALIVE_TIMEOUT_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets)
-        except OSError as error:  # two processes may bind one port; only the first can listen
-            host, port = (sockets or [])[0].getsockname()[:2]
-            raise _cannot_listen(host, port, error) from error
-        self.listening.set()
-
-
 async def _report(backend: Backend, status: Status, url: str) -> None:
     """Update the status file every second."""
     status.set("serving", url=url)
@@ -322,10 +289,3 @@ async def _report(backend: Backend, status: Status, url: str) -> None:
             status.set(hand_overs=state.hand_overs, cache_releases=state.cache_releases)
         sampled, then = state.tokens_sampled, now
         await asyncio.sleep(STATUS_INTERVAL_S)
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

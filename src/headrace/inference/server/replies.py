@@ -1,4 +1,4 @@
-"""HTTP bodies within limits, replies, errors in OpenAI's format, and streams of server-sent events."""
+"""Replies, errors in OpenAI's format, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.inference.backend import (
+    AdminTimeout,
     EngineError,
     EngineOverloaded,
     EngineStopped,
@@ -26,6 +26,7 @@ from headrace.inference.backend import (
 )
 from headrace.inference.schema import SCHEMA_HEADER, ErrorDetail, ErrorResponse
 from headrace.inference.server.keys import Forbidden, Unauthorized
+from headrace.inference.server.reading import ClientGone, TooLarge, TooSlow
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.rollout.batch import SCHEMA
 
@@ -35,89 +36,10 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 HEADERS = {SCHEMA_HEADER: str(SCHEMA)}
 CLIENT_CLOSED_REQUEST = 499
 """For metrics; the client is gone."""
-MAX_LISTED_FIELDS = 8
-"""An unknown field of a body with at most so many fields is reported with their names."""
-LARGE_BODY_BYTES = 1 << 20
-LARGE_BODY_TIMEOUT_S = 60.0
-"""For the rest of a large body, during which other large bodies may have to wait."""
 LINGER_S = 5.0
 LINGER_BYTES = 1 << 28
 """How much of an oversized body is discarded: a sender that is cut off earlier would not read the reply."""
 DONE = b"data: [DONE]\n\n"
-
-
-class ClientGone(Exception):
-    """The client disconnected before its reply was ready."""
-
-
-class TooLarge(ValueError):
-    """The body exceeds `max_body_mb`."""
-
-
-class TooSlow(ValueError):
-    """A large body did not arrive in time."""
-
-
-@contextlib.asynccontextmanager
-async def read_body(http: HttpRequest, max_bytes: int, large: asyncio.Semaphore) -> AsyncIterator[bytearray]:
-    """Read a request's body of at most `max_bytes`.
-
-    Large bodies hold the semaphore until the caller has processed them, to limit memory.
-    """
-    too_large = TooLarge(f"the body is larger than {max_bytes / 2**20:g} MB (max_body_mb)")
-    stated = http.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > max_bytes:
-        raise too_large
-    content = bytearray()
-    async with contextlib.AsyncExitStack() as permit:
-        try:
-            async with asyncio.timeout(None) as limit:
-                async for chunk in http.stream():
-                    if len(content) + len(chunk) > max_bytes:
-                        raise too_large
-                    if len(content) <= LARGE_BODY_BYTES < len(content) + len(chunk):
-                        await permit.enter_async_context(large)
-                        limit.reschedule(asyncio.get_running_loop().time() + LARGE_BODY_TIMEOUT_S)
-                    content += chunk
-        except ClientDisconnect:
-            raise ClientGone from None
-        except TimeoutError:
-            raise TooSlow(f"the rest of the body did not arrive within {LARGE_BODY_TIMEOUT_S:g} s") from None
-        yield content
-
-
-def exceeds_json_limits(content: bytes | bytearray, max_list: int, max_others: int) -> bool:
-    """Whether JSON has more than `max_others` strings, keys, lists and objects, or certainly a list over `max_list`.
-
-    Decoding millions of values blocks all threads for seconds; counting takes a hundredth of that and releases the
-    GIL. Values after a list, up to the next one, count as part of it, with a tolerance of `max_others`.
-    """
-    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left delimits a string
-    strings = bare.count(b'"') // 2
-    if strings > max_others:
-        return True
-    outside = b"".join(bare.split(b'"')[::2])
-    if strings + outside.count(b"[") + outside.count(b"{") > max_others:
-        return True
-    return any(part.count(b",") > max_list + max_others for part in outside.split(b"["))
-
-
-def decode_body(content: bytes | bytearray, kind: type[T]) -> T:
-    """Decode JSON as a struct. Raises `InvalidRequest`, which names the path of the invalid field."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.ValidationError as error:
-        text = str(error).replace("Object contains unknown field", "unknown field").replace("$.", "")
-        fields = getattr(kind, "__struct_fields__", ())
-        if "unknown field" in text and " - at " not in text and len(fields) <= MAX_LISTED_FIELDS:
-            text = f"{text}; the fields are: {', '.join(fields) or 'none'}"
-        raise InvalidRequest(text) from error
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not valid UTF-8: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
 
 
 def reply(
@@ -173,6 +95,7 @@ _ERRORS: list[tuple[type[Exception], int, str, dict[str, str]]] = [
     (RequestCancelled, CLIENT_CLOSED_REQUEST, "client_closed", {}),
     (EngineOverloaded, 429, "overloaded", _RETRY),
     (EngineStopped, 503, "unavailable", _RETRY),
+    (AdminTimeout, 504, "timeout", {}),
     (EngineError, 500, "engine_error", {}),
 ]
 """Error, HTTP status, OpenAI's type and headers of its reply. The first entry that matches applies."""
