@@ -15,13 +15,17 @@ RECORDED = Path(__file__).parents[1] / "data" / "recorded-runs"
 KINDS = ["rl", "hackable", "sft"]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the recorded runs whose paths are those of the copy."""
-    copy = tmp_path / "recorded"
+def copy_recorded_runs(copy: Path) -> Path:
+    """Copy the recorded runs, and make their paths those of the copy."""
     shutil.copytree(RECORDED, copy)
     for file in [*copy.rglob("config.toml"), *copy.rglob("code_folders.json"), copy / "expected.json"]:
         file.write_text(file.read_text().replace("@HERE@", str(copy)))
+    return copy
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copy = copy_recorded_runs(tmp_path / "recorded")
     monkeypatch.syspath_prepend(str(copy))
     return copy
 

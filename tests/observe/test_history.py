@@ -36,7 +36,7 @@ def test_the_tail_hands_out_each_record_once_and_waits_for_whole_lines(tmp_path:
     log = MetricsLog(path, "trainer")
     log.log(1, {"loss": 1.0})
     with open(path, "ab") as file:
-        file.write(b'{"step": 2, "lo')
+        file.write(b'{"step": 2, "time": 2.0, "lo')
     assert [record["step"] for record in tail.read()] == [1]
     with open(path, "ab") as file:
         file.write(b'ss": 2}\n')
@@ -46,7 +46,7 @@ def test_the_tail_hands_out_each_record_once_and_waits_for_whole_lines(tmp_path:
 
 def test_a_line_that_a_full_disk_cut_in_two_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "re{"step": 3}\n{"step": 4}\n')
+    path.write_bytes(b'{"step": 1, "time": 1}\n{"step": 2, "re{"step": 3}\n{"step": 4, "time": 4}\n')
     assert [record["step"] for record in Tail(path).read()] == [1, 4]
 
 

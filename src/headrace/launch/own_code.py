@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.rollout.batch import DamagedFile
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
@@ -46,7 +47,13 @@ def save_folders(folders: Sequence[str], run: RunDir) -> None:
 
 def _saved(run: RunDir) -> list[str]:
     """Return no folders for a run of an older version, or one without a launcher."""
-    return msgspec.json.decode(run.code_folders.read_bytes(), type=list[str]) if run.code_folders.is_file() else []
+    if not run.code_folders.is_file():
+        return []
+    try:
+        return msgspec.json.decode(run.code_folders.read_bytes(), type=list[str])
+    except ValueError as error:
+        fix = "Write the folders of your own code as a list of texts, or delete the file."
+        raise DamagedFile(f"not readable: {error}", file=run.code_folders, fix=fix) from error
 
 
 def _add_to_path(folders: Sequence[str]) -> list[str]:

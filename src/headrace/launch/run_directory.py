@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.launch.errors import BadRequest
 from headrace.observe.metrics import INCARNATIONS, Tail
-from headrace.transport.files import MARKER, link_tree, write_directory
+from headrace.transport.files import MARKER, STEP, link_tree, write_directory
 from headrace.transport.lock import is_held, lock
 from headrace.transport.run_dir import RunDir
 
@@ -181,7 +181,7 @@ def find_run(path: Path) -> Path:
 def checkpoints(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run by step, oldest first."""
     where = RunDir(directory).checkpoints
-    paths = [*where.glob("permanent/step-*"), *where.glob("step-*")]
+    paths = [*where.glob(f"permanent/{STEP}"), *where.glob(STEP)]
     whole = {int(path.name.removeprefix("step-")): path for path in paths if (path / MARKER).is_file()}
     return dict(sorted(whole.items()))
 

@@ -67,8 +67,21 @@ class MetricsLog:
             os.close(descriptor)
 
 
+_decode = msgspec.json.Decoder(dict[str, float | int | bool | str | None]).decode
+
+
+def _read_record(line: bytes) -> Record:
+    """Decode a line, without texts but the process's name; raises `ValueError` unless it has a step and a time."""
+    record: Record = {
+        name: value for name, value in _decode(line).items() if not isinstance(value, str) or name == "process"
+    }
+    if type(record.get("step")) is not int or record["step"] < 0 or type(record.get("time")) not in (int, float):
+        raise ValueError("it has no step, or no time")
+    return record
+
+
 class Tail:
-    """Reads the records appended since the last call."""
+    """Reads the records appended since the last call. Damaged lines are left out and reported."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self.offset = path, offset
@@ -81,12 +94,15 @@ class Tail:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self.offset += len(whole)
-        records = []
-        for line in whole.splitlines():
+        records, damage, lines = [], [], whole.split(b"\n")[:-1]
+        for line in lines:
             try:
-                records.append(msgspec.json.decode(line, type=Record))
-            except msgspec.DecodeError as error:  # a full disk cuts a line in two; the other lines are fine
-                log.warning("%s: a damaged line is left out: %s", self.path, error)
+                records.append(_read_record(line))
+            except ValueError as error:  # a full disk cuts a line in two; the other lines are fine
+                damage.append(error)
+        if damage:
+            counts = f"{len(damage):,} of {len(lines):,} lines"
+            log.warning("%s: %s were skipped, the first because: %s", self.path, counts, damage[0])
         return records
 
 
@@ -108,7 +124,7 @@ class History:
         self.eval_failures: dict[str, dict[int, float]] = {}
         """Share of failed episodes by environment and version, also if all failed and there is no avg@k."""
         self.latest: Record = {}
-        """The last value of every metric."""
+        """The last finite value of every metric."""
         self.moves = 0
         """Number of records of steps and evaluations; gauges do not count."""
         self.incarnation = 0
@@ -121,10 +137,12 @@ class History:
 
     def add(self, record: Record) -> None:
         step = int(record["step"])
-        self.latest.update(record)
+        self.latest.update({name: value for name, value in record.items() if value is not None})  # JSON has no NaN
         if self._first_time is None:
             self._first_time = float(record["time"])
-        incarnation = int(next((record[name] for name in INCARNATIONS if name in record), self.incarnation))
+        incarnation = int(
+            next((record[name] for name in INCARNATIONS if record.get(name) is not None), self.incarnation)
+        )
         if incarnation > self.incarnation:
             self.incarnation, self._began = incarnation, step
             self._drop_evals(step)
@@ -138,7 +156,7 @@ class History:
 
     def _add_evaluations(self, step: int, record: Record) -> None:
         for key, value in record.items():
-            if key.startswith("eval/") and "/avg@" in key:
+            if key.startswith("eval/") and "/avg@" in key and value is not None:
                 name, _, k = key.removeprefix("eval/").rpartition("/avg@")
                 if f"eval/{name.rpartition('/')[0]}/avg@{k}" not in record:  # else of a single agent
                     self.evals.setdefault(name, {})[step] = float(value)
@@ -146,7 +164,7 @@ class History:
         for key, value in record.items():
             name = key.removeprefix("eval/").removesuffix("/errors")
             if key == f"eval/{name}/errors" and not name.endswith("/metrics"):  # else a metric of the environment
-                self.eval_failures.setdefault(name, {})[step] = float(value)
+                self.eval_failures.setdefault(name, {})[step] = float(value or 0.0)
 
     def _put(self, series: dict[int, Record], step: int, record: Record) -> None:
         """Append a record. A step that is repeated after a resume replaces itself and all later ones."""
@@ -171,7 +189,7 @@ class History:
     @property
     def step_seconds(self) -> list[float]:
         """Return the duration of each step, waiting included, as far as it is recorded."""
-        return [float(record["time/step"]) for record in self.trained.values() if "time/step" in record]
+        return [seconds for _, seconds in _curve(self.trained, "time/step")]
 
     @property
     def elapsed(self) -> float:
@@ -180,6 +198,10 @@ class History:
 
     def train_reward(self, env: str = "all") -> Curve:
         return _curve(self.steps, f"reward/{env}/mean")
+
+    def slots_used(self) -> Curve:
+        """Return the share of the engines' slots that had an episode in flight."""
+        return _curve(self.steps, "perf/slots_used")
 
     def loss(self) -> Curve:
         return _curve(self.trained, "loss")

@@ -190,7 +190,8 @@ class StatusReader:
         """Return the status of every process that has a status file."""
         statuses, now = {}, self._clock()
         for path in sorted(self._directory.glob("*.json")):
-            with suppress(FileNotFoundError):  # removed meanwhile: its process has ended
+            # Removed meanwhile, since its process has ended; or damaged, until its process writes it again.
+            with suppress(FileNotFoundError, ValueError):
                 status = msgspec.json.decode(path.read_bytes(), type=ObservedStatus)
                 beat = (status.pid, status.time)
                 if self._changes.get(status.process, (None, 0.0))[0] != beat:

@@ -6,6 +6,7 @@ rollout files. What a run does not have is left out.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -20,6 +21,8 @@ from headrace.observe.metrics import Curve, History, read_metrics
 from headrace.safe_text import CONTINUATION, escape_line, escape_markdown, markdown_table
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RolloutKind, RunDir
+
+log = logging.getLogger(__name__)
 
 END_STEPS = 5
 """Train steps averaged at either end of a curve."""
@@ -82,6 +85,13 @@ class Summary(msgspec.Struct):
     """The setting to change, if less than half of them was used because of it."""
 
 
+class _LastHeartbeat(msgspec.Struct):
+    """The keys of `heartbeat.json` that the summary reads."""
+
+    state: str = ""
+    problem: str = ""
+
+
 class NoRun(BadInput):
     """The directory has no metrics."""
 
@@ -104,7 +114,7 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
     elif train := history.train_reward():
         (start, end), source = ends(train), "train"
     prefix = "progress/dropped/"
-    shares = [float(record["perf/slots_used"]) for record in history.steps.values() if "perf/slots_used" in record]
+    shares = [share for _, share in history.slots_used()]
     used = sum(shares[-END_STEPS:]) / len(shares[-END_STEPS:]) if shares else None
     return Summary(
         steps=history.step,
@@ -125,12 +135,11 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
     )
 
 
-def _slots_advice(config: Mapping[str, Any]) -> str | None:
+def _slots_advice(config: _SavedConfig) -> str | None:
     """Return the setting that keeps episodes from using the engines' slots; None if it is the size of the batches."""
-    section = config.get("orchestrator", {})
-    if section.get("max_async_level", 1) == 0:
+    if config.orchestrator.max_async_level == 0:
         return "orchestrator.max_async_level = 1 samples the next batch while the longest episodes of one end"
-    if section.get("max_inflight_rollouts", "auto") != "auto":
+    if config.orchestrator.max_inflight_rollouts != "auto":
         return 'raise orchestrator.max_inflight_rollouts, or set it to "auto"'
     return None
 
@@ -139,16 +148,18 @@ def read_failure(run: RunDir) -> str | None:
     """Return why the run failed, from its last heartbeat; None if it did not."""
     if not run.heartbeat.is_file():
         return None
-    heartbeat: dict[str, Any] = msgspec.json.decode(run.heartbeat.read_bytes())
-    return heartbeat.get("problem") or None if heartbeat.get("state") == "failed" else None
+    try:
+        heartbeat = msgspec.json.decode(run.heartbeat.read_bytes(), type=_LastHeartbeat)
+    except ValueError as error:
+        log.warning("%s is damaged and left out: %s", run.heartbeat, error)
+        return None
+    return heartbeat.problem or None if heartbeat.state == "failed" else None
 
 
 def report_environments(run: RunDir, history: History) -> list[EnvironmentReport]:
     """Return a report per environment: trained ones first, in the order of the run file."""
-    section: dict[str, Any] = _saved_config(run).get("orchestrator", {})
-    default = section.get("algo", {}).get("type", "grpo")
-    entries = section.get("train", {}).get("env", [])
-    algorithms = {env["name"]: env.get("algo", {}).get("type", default) for env in entries}
+    section = _saved_config(run).orchestrator
+    algorithms = {env.name: (env.algo or section.algo).type for env in section.train.env}
     drawn: dict[str, int] = {}
     dropped: dict[str, dict[str, int]] = {}
     if run.journal.is_file():
@@ -156,11 +167,11 @@ def report_environments(run: RunDir, history: History) -> list[EnvironmentReport
 
         with closing(Journal(run.journal, read_only=True)) as journal:
             drawn, dropped = journal.drawn_per_env(), journal.drops_per_env()
-    errors = _errors(list(RolloutKind.TRAIN.files(run.rollouts).values())[-MAX_ERROR_FILES:])
+    errors = _errors(run, RolloutKind.TRAIN, list(RolloutKind.TRAIN.files(run.rollouts))[-MAX_ERROR_FILES:])
     reports = []
     for name in dict.fromkeys([*algorithms, *drawn, *sorted(history.eval_failures)]):
         report = EnvironmentReport(name, algorithms.get(name), drawn.get(name, 0))
-        trained = (float(record.get(f"rollouts/{name}", 0)) for record in history.steps.values())
+        trained = (float(record.get(f"rollouts/{name}") or 0) for record in history.steps.values())
         report.rollouts_trained = int(sum(trained))
         report.dropped, report.errors = dropped.get(name, {}), errors.get(name, {})
         report.error = _first_error(report.errors)
@@ -170,9 +181,8 @@ def report_environments(run: RunDir, history: History) -> list[EnvironmentReport
             report.eval_start, report.eval_end = scores[0][1], scores[-1][1]
         if shares := history.eval_failures.get(name):
             report.eval_failed = shares[max(shares)]
-            file = RolloutKind.EVAL.path(run.rollouts, max(shares))
-            if report.eval_failed and file.exists():
-                report.eval_error = _first_error(_errors([file]).get(name, {}))
+            if report.eval_failed and max(shares) in RolloutKind.EVAL.files(run.rollouts):
+                report.eval_error = _first_error(_errors(run, RolloutKind.EVAL, [max(shares)]).get(name, {}))
         reports.append(report)
     return reports
 
@@ -184,25 +194,76 @@ def ends(curve: Curve) -> tuple[float, float]:
     return sum(first) / count, sum(last) / count
 
 
-def _saved_config(run: RunDir) -> dict[str, Any]:
+class _Algorithm(msgspec.Struct):
+    type: str = "grpo"
+
+
+class _TrainEnvironment(msgspec.Struct):
+    name: str
+    algo: _Algorithm | None = None
+
+
+class _Train(msgspec.Struct):
+    env: list[_TrainEnvironment] = []
+
+
+class _Orchestrator(msgspec.Struct):
+    algo: _Algorithm = msgspec.field(default_factory=_Algorithm)
+    train: _Train = msgspec.field(default_factory=_Train)
+    max_async_level: int = 1
+    max_inflight_rollouts: int | str = "auto"
+
+
+class _Model(msgspec.Struct):
+    name: str | None = None
+
+
+class _Optimizer(msgspec.Struct):
+    lr: float | None = None
+
+
+class _Trainer(msgspec.Struct):
+    optim: _Optimizer = msgspec.field(default_factory=_Optimizer)
+
+
+class _SavedConfig(msgspec.Struct):
+    """The keys of a run's configuration that the summary reads. Not the types of run files, which import slowly."""
+
+    orchestrator: _Orchestrator = msgspec.field(default_factory=_Orchestrator)
+    model: _Model = msgspec.field(default_factory=_Model)
+    trainer: _Trainer | None = None
+    optim: _Optimizer = msgspec.field(default_factory=_Optimizer)
+    """Of an SFT run, which has no section `trainer`."""
+    max_steps: int | None = None
+    seed: int | None = None
+
+
+def _saved_config(run: RunDir) -> _SavedConfig:
     from headrace.config.files import read_toml
 
-    return read_toml(run.config) if run.config.is_file() else {}
+    try:
+        return msgspec.convert(read_toml(run.config) if run.config.is_file() else {}, _SavedConfig)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"not the configuration of a run: {error}", file=run.config) from error
 
 
 def _first_error(errors: dict[str, str]) -> str | None:
     return next((f"{reason}: {message}" for reason, message in errors.items()), None)
 
 
-def _errors(files: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Return by environment the most common message of each error reason in these files, most common first."""
-    import pyarrow.parquet as pq
+def _errors(run: RunDir, kind: RolloutKind, steps: Sequence[int]) -> dict[str, dict[str, str]]:
+    """Return by environment the most common message of each error reason in these steps, most common first."""
+    from headrace.transport.rollout_files import RolloutFiles
 
     counts: dict[str, Counter[tuple[str, str]]] = {}
-    for file in files:
-        table = pq.read_table(file, columns=["env", "error_reason", "error"])
-        for row in table.to_pylist():
-            if row["error"]:  # cancelled episodes have no message
+    for step in steps:
+        try:
+            rows = RolloutFiles(run.rollouts, kind).columns(step, ["env", "error_reason", "error"])
+        except BadInput as error:
+            log.warning("the errors of a step are left out: %s", error)
+            continue
+        for row in rows:
+            if row.get("error"):  # cancelled episodes have no message
                 counts.setdefault(row["env"], Counter())[row["error_reason"], row["error"]] += 1
     messages: dict[str, dict[str, str]] = {env: {} for env in counts}
     for env, errors in counts.items():
@@ -340,14 +401,13 @@ def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
 
 def _settings(run: RunDir) -> list[tuple[str, Any]]:
     """Return the few keys of the saved configuration that identify the run."""
-    tree = _saved_config(run)
-    environments = tree.get("orchestrator", {}).get("train", {}).get("env", [])
+    saved = _saved_config(run)
     found = {
-        "model.name": tree.get("model", {}).get("name"),
-        "orchestrator.train.env": ", ".join(env["name"] for env in environments) or None,
-        "trainer.optim.lr" if "trainer" in tree else "optim.lr": tree.get("trainer", tree).get("optim", {}).get("lr"),
-        "max_steps": tree.get("max_steps"),
-        "seed": tree.get("seed"),
+        "model.name": saved.model.name,
+        "orchestrator.train.env": ", ".join(env.name for env in saved.orchestrator.train.env) or None,
+        "optim.lr" if saved.trainer is None else "trainer.optim.lr": (saved.trainer or saved).optim.lr,
+        "max_steps": saved.max_steps,
+        "seed": saved.seed,
     }
     return [(key, value) for key, value in found.items() if value is not None]
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.errors import BadInput
+from headrace.rollout.batch import DamagedFile
 from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
 
 NUMBERS = {
@@ -39,7 +40,10 @@ def read_tokens(exports: TokenExports, step: int | None, sample: int | None = No
         fix = "Choose one of these; trainer.token_export.steps and .interval select the steps that a run exports."
         raise BadInput(fact, key="STEP", value=step, fix=fix)
     path = exports.path(steps[-1] if step is None else step)
-    table = pq.read_table(path, filters=None if sample is None else pc.field("sample") == sample)
+    try:
+        table = pq.read_table(path, filters=None if sample is None else pc.field("sample") == sample)
+    except pa.ArrowInvalid as error:
+        raise DamagedFile(f"not a readable Parquet file: {error}", file=path, fix="Give another STEP.") from error
     header = read_header(table.schema.metadata, str(path))
     if table.num_rows == 0:
         samples = pc.unique(pq.read_table(path, columns=["sample"])["sample"]).to_pylist()

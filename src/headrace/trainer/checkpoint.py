@@ -33,6 +33,7 @@ from headrace.trainer.tensor_files import (
     read_shards,
     write_shards,
 )
+from headrace.transport.adapter import CONFIG as ADAPTER_CONFIG
 from headrace.transport.checkpoint_files import (
     TENSORS,
     CheckpointMarker,
@@ -41,7 +42,7 @@ from headrace.transport.checkpoint_files import (
     digests_of,
     read_marker,
 )
-from headrace.transport.files import MARKER, link_tree, sync
+from headrace.transport.files import MARKER, STEP, link_tree, sync
 
 log = logging.getLogger(__name__)
 
@@ -154,14 +155,14 @@ class Checkpoints:
 
 def sweep(directory: Path) -> None:
     """Delete incomplete checkpoints left by a killed trainer."""
-    for path in (*directory.glob(".step-*"), *directory.glob("step-*")):
+    for path in (*directory.glob(".step-*"), *directory.glob(STEP)):
         if path.name.startswith(".") or not (path / MARKER).is_file():
             shutil.rmtree(path)
 
 
 def complete(directory: Path) -> list[Path]:
     """Return complete checkpoints, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if (path / MARKER).is_file())
+    return sorted(path for path in directory.glob(STEP) if (path / MARKER).is_file())
 
 
 def latest(directory: Path) -> Path | None:
@@ -171,11 +172,26 @@ def latest(directory: Path) -> Path | None:
 
 def read_state(checkpoint: Path) -> TrainState:
     """Return the state of a complete checkpoint, after a check of all its files except tensors."""
-    check_files(checkpoint, read_marker(checkpoint))
+    marker = read_marker(checkpoint)
+    check_files(checkpoint, marker)
     path = checkpoint / STATE
     if not path.is_file():
         raise DamagedFile("missing", file=path)
-    return decode_versioned(path.read_bytes(), TrainState, str(path))
+    state = decode_versioned(path.read_bytes(), TrainState, str(path))
+    if not marker.files:
+        _check_without_digests(checkpoint / MODEL)
+    return state
+
+
+def _check_without_digests(model: Path) -> None:
+    """Raise `DamagedFile` unless the settings of a model are readable, for checkpoints of versions without digests."""
+    if not any((model / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise DamagedFile("it has no settings of a model", file=model)
+    for path in sorted(model.glob("*.json")):
+        try:
+            msgspec.json.decode(path.read_bytes(), type=dict)
+        except ValueError as error:
+            raise DamagedFile(f"not readable: {error}", file=path) from error
 
 
 def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
@@ -216,7 +232,10 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 def _saved_shards(checkpoint: Path, marker: CheckpointMarker) -> list[SavedShard]:
     for name, digests in marker.tensors.items():  # before the headers in these blocks are trusted
         check_first_block(checkpoint / TENSORS / name, digests)
-    return [shard for path in sorted((checkpoint / TENSORS).glob("*.safetensors")) for shard in read_shards(path)]
+    paths = sorted((checkpoint / TENSORS).glob("*.safetensors"))
+    if not paths:  # of a version without digests
+        raise DamagedFile("it has no tensor files", file=checkpoint / TENSORS)
+    return [shard for path in paths for shard in read_shards(path)]
 
 
 def set_aside(damage: DamagedFile, checkpoint: Path, checkpoints: Path, ranks: Ranks) -> Repaired:

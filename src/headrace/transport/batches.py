@@ -13,7 +13,7 @@ from headrace.rollout.batch import Batch, BatchSample, DamagedFile, SchemaError,
 from headrace.rollout.digest import digest_of
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
-from headrace.transport.files import check_regular, sync, write_atomically
+from headrace.transport.files import STEP, check_regular, sync, write_atomically
 from headrace.transport.journal import FileRecord
 
 TRAINER_LOGPROBS = "trainer_logprobs"
@@ -51,7 +51,7 @@ class BatchStore:
         """After a crash: announce prepared batches that the journal has, delete those that it does not have."""
         for unfinished in self.directory.glob("..step-*.tmp"):
             unfinished.unlink()
-        for path in self.directory.glob(".step-*.prepared"):
+        for path in self.directory.glob(f".{STEP}.prepared"):
             step = int(path.stem.removeprefix(".step-"))
             if step <= committed_through:
                 self.announce(step)
@@ -79,7 +79,7 @@ class BatchStore:
 
     def steps(self) -> list[int]:
         """Return the steps on disk, in order."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.directory.glob("step-*.safetensors"))
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.directory.glob(f"{STEP}.safetensors"))
 
     def delete_through(self, step: int) -> None:
         """Delete batches that a complete checkpoint of `step` covers."""

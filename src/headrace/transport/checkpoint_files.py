@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import Content, digest_of
-from headrace.transport.files import MARKER, check_regular
+from headrace.transport.files import MARKER, STEP, check_regular
 
 TENSORS = "tensors"
 """The directory of a checkpoint's tensor files."""
@@ -122,7 +122,7 @@ def find_damage(checkpoint: Path) -> Iterator[DamagedFile]:
 
 def find_damage_of_all(directory: Path) -> Iterator[DamagedFile]:
     """Yield what `find_damage` finds in the complete checkpoints of a directory, permanent ones included."""
-    markers = sorted(directory.rglob(f"step-*/{MARKER}"))
+    markers = sorted(directory.rglob(f"{STEP}/{MARKER}"))
     distinct = {marker.stat().st_ino: marker for marker in markers if marker.exists()}  # of hard links, one
     for marker in distinct.values():
         with contextlib.suppress(FileNotFoundError):

@@ -13,6 +13,9 @@ from headrace.rollout.batch import DamagedFile
 
 MARKER = "COMPLETE.json"
 """Written last into a directory that another process waits for; a directory without it is incomplete."""
+DIGITS = 8 * "[0-9]"
+STEP = f"step-{DIGITS}"
+"""Glob pattern of the files and directories of a step; others' names in the same place are not ours."""
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:

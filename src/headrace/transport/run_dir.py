@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from headrace.transport.batches import BatchStore, ProbeStore
-from headrace.transport.files import MARKER
+from headrace.transport.files import DIGITS, MARKER, STEP
 from headrace.transport.token_exports import TokenExports
 from headrace.transport.weights import WeightStore
 
@@ -38,7 +38,7 @@ class RunDir:
 
     def latest_checkpoint_step(self) -> int:
         """Return the step of the newest complete checkpoint; 0 if there is none."""
-        complete = self.checkpoints.glob(f"step-*/{MARKER}")
+        complete = self.checkpoints.glob(f"{STEP}/{MARKER}")
         return max((int(marker.parent.name.removeprefix("step-")) for marker in complete), default=0)
 
 
@@ -53,7 +53,7 @@ class RolloutKind(StrEnum):
 
     def files(self, directory: Path) -> dict[int, Path]:
         """Return the files on disk by step, in order."""
-        return {int(path.stem.removeprefix(self)): path for path in sorted(directory.glob(f"{self}*.parquet"))}
+        return {int(path.stem.removeprefix(self)): path for path in sorted(directory.glob(f"{self}{DIGITS}.parquet"))}
 
     def delete_old(self, directory: Path, keep_last: int) -> None:
         """Delete all but the files of the newest `keep_last` steps."""

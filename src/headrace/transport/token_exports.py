@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.transport.files import STEP
 
 HEADER_KEY = "headrace"
 """The key of the header in a file's metadata."""
@@ -45,4 +46,4 @@ class TokenExports:
 
     def steps(self) -> list[int]:
         """Return the steps on disk, in order."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.directory.glob("step-*"))
+        return sorted(int(path.name.removeprefix("step-")) for path in self.directory.glob(STEP))

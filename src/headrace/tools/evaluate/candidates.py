@@ -15,7 +15,7 @@ from headrace.launch.saved_config import read_run
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import model_directory
 from headrace.tools.names import short_names
-from headrace.transport.files import MARKER
+from headrace.transport.files import MARKER, STEP
 from headrace.transport.run_dir import RunDir
 
 
@@ -84,7 +84,7 @@ def _of_run(run: Path, permanent: bool) -> list[Candidate]:
     directory = RunDir(run)
     if not permanent:
         return [Candidate(_long_name(run), "model", str(directory.final_model), run)]
-    whole = [path for path in directory.checkpoints.glob("permanent/step-*") if (path / MARKER).is_file()]
+    whole = [path for path in directory.checkpoints.glob(f"permanent/{STEP}") if (path / MARKER).is_file()]
     if not whole:
         raise BadInput(
             "the run has no permanent checkpoint",

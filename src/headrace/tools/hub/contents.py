@@ -13,6 +13,7 @@ from typing import NamedTuple
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.launch.run_directory import checkpoints, in_use
+from headrace.launch.saved_config import read_run
 from headrace.observe.summary import title
 from headrace.tools.hub.card import dataset_card, model_card, rollouts_card, run_card
 from headrace.tools.hub.folder import Listing, list_folder, refuse_running, refuse_secrets, refuse_secrets_in
@@ -30,7 +31,7 @@ from headrace.tools.hub.layout import (
     relocate_config,
 )
 from headrace.tools.hub.repository import Content
-from headrace.transport.files import MARKER
+from headrace.transport.files import MARKER, STEP
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 ROOT = "./"
@@ -65,6 +66,7 @@ def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
     if parts.resume_state and in_use(directory):
         fact = "the run is at work: its files would be of two moments"
         raise BadInput(fact, key="PATH", value=str(directory), fix="Stop it first.")
+    read_run(directory)  # checks its types, before the parts are read as they are
     tree = read_toml(run.config)
     refuse_secrets(tree, run.config, os.environ)
     base = str(tree.get("model", {}).get("name", ""))
@@ -96,7 +98,7 @@ def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:
             raise BadInput(fact, key="--checkpoint", value=f"step-{step}")
     chosen = [by_step[step] for step in parts.steps]
     if parts.permanent:
-        kept = [path for path in run.checkpoints.glob("permanent/step-*") if (path / MARKER).is_file()]
+        kept = [path for path in run.checkpoints.glob(f"permanent/{STEP}") if (path / MARKER).is_file()]
         if not kept:
             fix = "ckpt.permanent_interval makes them."
             raise BadInput(f"{run.root} has no permanent checkpoint", key="--permanent", fix=fix)
