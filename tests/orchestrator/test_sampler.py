@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Awaitable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from renderers import config_from_name, create_renderer
@@ -86,8 +87,8 @@ async def test_a_run_is_warned_once_that_its_policy_sees_no_tools(caplog: pytest
     warning = "the policy's chat template does not show tools"
     await sampler_of(load("default"), yes(load("default"))).open("session", "episode").chat(HELLO, SCHEMAS)
     assert warning not in caplog.text
-    model = Model("default")
-    model.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with patch("tests.text.families.CHATML", "{% for message in messages %}{{ message.content }}{% endfor %}"):
+        model = Model("default")
     line = sampler_of(model, yes(model)).open("session", "episode")
     await line.chat(HELLO)
     assert warning not in caplog.text

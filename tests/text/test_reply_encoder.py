@@ -13,7 +13,7 @@ from renderers.base import Renderer
 
 from headrace.rollout.types import Message
 from headrace.text.renderer import make_renderer
-from headrace.text.teacher_reply import EncodedReply, ReplyEncoder, with_placeholder_words
+from headrace.text.teacher_reply import EncodedReply, ReplyEncoder
 from headrace.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, Model, Said, load
 
@@ -188,32 +188,3 @@ def test_a_prompt_that_begins_what_no_answer_has_is_cut_back_to_what_they_share(
     asked = renderer.render_ids(HELLO, add_generation_prompt=True)
     assert tokenizer.decode(asked[len(asked) - answer.dropped :]) == "Plan:"
     assert tokenizer.decode(answer.ids) == "yes<|im_end|>"
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(deadline=None, max_examples=10, derandomize=True)
-@given(text=st.just("") | TEXTS, thought=st.just("") | TEXTS, calls=st.integers(0, 2), finished=st.booleans())
-def test_placeholders_leave_the_tokens_of_the_chat_format(
-    name: str, text: str, thought: str, calls: int, finished: bool
-):
-    model = load(name)
-    most = 1 if model.family.renderer in ("llama-3", "gpt-oss", "default") else 2
-    made = [("add", {"a": 1, "q": thought})] * min(calls, most)
-    inline = f"<think>\n{thought}\n</think>\n\n{text}"
-    for reply in (message(Said(text, made, thought)), message(Said(inline, made))):
-        ids = encode_reply(model.renderer, model.tokenizer, reply, TOOLS, finished=finished).ids
-        plain = encode_reply(
-            model.renderer, model.tokenizer, with_placeholder_words(reply), TOOLS, finished=finished
-        ).ids
-        assert [token for token in ids if token in model.added] == [token for token in plain if token in model.added]
-
-
-def test_placeholders_are_all_that_is_left_of_a_message():
-    reply = message(Said("a </think>", [("add", {"q": ["<s>", {"k": "</s>"}], "a": 1})], "hm"))
-    call = {"name": "x", "arguments": {"x0": ["x", {"x0": "x"}], "x1": 1}}
-    assert with_placeholder_words(reply) == {
-        "role": "assistant",
-        "content": "x",
-        "reasoning_content": "x",
-        "tool_calls": [{"id": "functions.x:0", "type": "function", "function": call}],
-    }

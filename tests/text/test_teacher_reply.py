@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -243,16 +242,6 @@ async def test_control_tokens_in_a_teachers_words_are_not_taught(name: str, fini
         for each in words:
             with pytest.raises(UntrainableReply, match=re.escape(f" {token}")):
                 await say(model, each, [])
-
-
-async def test_where_the_format_keeps_text_apart_from_control_tokens_it_may_spell_them():
-    model = load("gpt-oss")
-    counts = []
-    for text in ("say", "say <|end|><|start|>user"):
-        reply = await say(model, said(text, thought="hm"), [])
-        counts.append(Counter(token for token in reply.turn.completion_ids.tolist() if token in model.added))
-        assert reply.text == text
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-3", "default"])

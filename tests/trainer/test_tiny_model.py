@@ -60,15 +60,15 @@ def random_conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[
 @pytest.mark.parametrize("enable_thinking", [True, False])
 def test_chat_template_gives_the_tokens_of_the_qwen3_renderer(tiny_model: Path, enable_thinking: bool):
     tokenizer = Tokenizer(tiny_model)
-    renderer = make_renderer(tiny_model, tokenizer, "qwen3", enable_thinking=enable_thinking)
+    renderer, template = (
+        make_renderer(tiny_model, tokenizer, name, enable_thinking=enable_thinking) for name in ("qwen3", "default")
+    )
     rng = random.Random(7)
     for _ in range(300):
         messages, tools = random_conversation(rng)
         for prompt in (False, True):
             expected = renderer.render_ids(messages, tools=tools, add_generation_prompt=prompt)
-            given = tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=prompt, enable_thinking=enable_thinking
-            )
+            given = template.render_ids(messages, tools=tools, add_generation_prompt=prompt)
             assert given == expected, tokenizer.decode(expected)
 
 

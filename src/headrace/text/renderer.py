@@ -18,6 +18,7 @@ from renderers.base import Renderer
 
 from headrace.errors import InvalidValue
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.turn_markers import reserve_turn_markers
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,10 @@ def make_renderer(
     if unknown and name != "default":  # the default renderer passes unknown options to the template
         raise InvalidValue(f"the renderer {name!r} has no such option", key=unknown[0], fix="Leave it out.")
     kind: Any = type(config)
-    return create_renderer(tokenizer, kind(name=name, **options) if options else config)
+    renderer = create_renderer(tokenizer, kind(name=name, **options) if options else config)
+    if name != "gpt-oss":  # OpenAI's own encoder encodes all text as characters
+        reserve_turn_markers(renderer, tokenizer)
+    return renderer
 
 
 def shows_tools(renderer: Renderer) -> bool:

@@ -14,7 +14,6 @@ every reply alike.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,12 +25,11 @@ from headrace.text.completion import CompletionParser, parsed_tool_call
 from headrace.text.messages import Reply, ToolCall, assistant_message
 from headrace.text.prompt import Prompt, Tools
 from headrace.text.tokenizer import Tokenizer, common_prefix_length
+from headrace.text.turn_markers import TurnMarkers
 
 QUESTION: Message = {"role": "user", "content": "?"}
 MARK = "\u2766headrace\u2766"
 """Marks a position in rendered text and is removed again."""
-PLACEHOLDER = "x"
-"""A word without a meaning in any chat format."""
 THINK_START, THINK_END = "<think>", "</think>"
 
 
@@ -41,40 +39,6 @@ class EncodedReply(NamedTuple):
     ids: list[int]
     dropped: int = 0
     """Tokens at the end of the prompt that must be removed before `ids` are appended."""
-
-
-def with_placeholder_words(message: Message) -> Message:
-    """Return the message with placeholders for all words, so that its rendering has only tokens of the chat format."""
-    content, reasoning = str(message.get("content") or ""), message.get("reasoning_content")
-    if not reasoning and _has_reasoning(content):  # the tags stay where the text may contain reasoning
-        inline, end, rest = content.removeprefix(THINK_START).partition(THINK_END)
-        start = THINK_START if content.startswith(THINK_START) else ""
-        words = "".join((start, PLACEHOLDER if inline.strip() else "", end, PLACEHOLDER if rest.strip() else ""))
-    else:
-        words = PLACEHOLDER if content else ""
-    replaced = {**message, "content": words}
-    if reasoning:
-        replaced["reasoning_content"] = PLACEHOLDER
-    if calls := message.get("tool_calls"):
-        replaced["tool_calls"] = []
-        for call in calls:
-            function = call["function"]
-            words_of = {"name": PLACEHOLDER, "arguments": _placeholders(function["arguments"])}
-            call_id = call["id"].replace(function["name"], PLACEHOLDER)
-            replaced["tool_calls"].append({**call, "id": call_id, "function": {**function, **words_of}})
-    return replaced
-
-
-def _placeholders(value: Any) -> Any:
-    match value:
-        case str():
-            return PLACEHOLDER
-        case dict():
-            return {f"{PLACEHOLDER}{number}": _placeholders(entry) for number, entry in enumerate(value.values())}
-        case list():
-            return [_placeholders(entry) for entry in value]
-        case _:
-            return value
 
 
 class ReplyEncoder:
@@ -217,12 +181,14 @@ class TeacherReplyRewriter:
     def __init__(self, renderer: Renderer, tokenizer: Tokenizer, seq_len: int) -> None:
         self._renderer, self._tokenizer = renderer, tokenizer
         self._parser = CompletionParser(renderer, tokenizer)
-        self._control_tokens = tokenizer.control_tokens
+        self._turn_markers = TurnMarkers(renderer, tokenizer)
         self._seq_len = seq_len
 
     def rewrite(self, reply: Reply, prompt: Prompt, tools: Tools, first_call: int) -> Reply:
         """Return the reply with the policy's tokens; tool calls are numbered from `first_call`."""
         _check_calls(reply.tool_calls)
+        if token := self._turn_markers.find_control_token(reply.message):
+            raise UntrainableReply(f"the reply contains {token}, a control token of the policy's chat format")
         names, finished = [call.name for call in reply.tool_calls], not reply.truncated
         parsed_names: list[str | None] = []
         for call_id in CALL_ID_FORMATS if names else CALL_ID_FORMATS[:1]:
@@ -253,25 +219,15 @@ class TeacherReplyRewriter:
 
     def _encode(self, message: Message, tools: Tools, finished: bool) -> EncodedReply:
         try:
-            encoder = ReplyEncoder(self._renderer, self._tokenizer, tools)
-            encoded = encoder.encode(message, finished)
-            placeholders = encoder.encode(with_placeholder_words(message), finished)
+            encoded = ReplyEncoder(self._renderer, self._tokenizer, tools).encode(message, finished)
         except Exception as error:  # templates raise any type for messages they cannot render
             raise UntrainableReply(f"the policy's chat format cannot render the reply: {error}") from error
         if not encoded.ids:
             raise UntrainableReply("the teacher was truncated before any text: raise sampling.max_tokens")
-        self._check_control_tokens(encoded.ids, placeholders.ids, finished)
+        early_stop = next((token for token in encoded.ids[:-1] if token in self._parser.stop_token_ids), None)
+        if early_stop is not None:
+            raise UntrainableReply(f"{self._tokenizer.decode(early_stop)} ends the policy's reply before its end")
         return encoded
-
-    def _check_control_tokens(self, ids: list[int], placeholder_ids: list[int], finished: bool) -> None:
-        """Refuse a stop token before the end, and control tokens that come from the words rather than the format."""
-        body = ids[:-1] if finished else ids
-        early_stops = [token for token in body if token in self._parser.stop_token_ids]
-        is_control = self._control_tokens.__contains__
-        forged = Counter(filter(is_control, ids)) - Counter(filter(is_control, placeholder_ids))
-        if early_stops or forged:
-            token = self._tokenizer.decode([*early_stops, *forged][:1])
-            raise UntrainableReply(f"the reply contains {token}, a control token of the policy's chat format")
 
     def _turn(self, encoded: EncodedReply, prompt: Prompt, finished: bool) -> Turn:
         """Build the turn; tokens beyond `seq_len` are cut off, as from a sampled reply."""

@@ -25,6 +25,8 @@ MAX_NFC_CHARS = 4
 """The most characters that NFC composes into one."""
 RELEASE_GIL_LENGTH = 1 << 13
 """Texts of so many characters, and lists of so many tokens, are converted without holding the GIL."""
+BREAK = "\ud800"
+"""A lone surrogate, which no valid text contains: what is on both sides of it is encoded separately."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens of Qwen3's chat format that decoding keeps as text, as Qwen3 does."""
@@ -67,7 +69,26 @@ class Tokenizer:
         return {token: entry.content for token, entry in added.items() if entry.special and token != self.unk_token_id}
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        return list(self._encoding(text, add_special_tokens).ids)
+        parts = self._encode_parts(text, add_special_tokens)
+        return [token for encoding, skipped, _ in parts for token in encoding.ids[skipped:]]
+
+    def _encode_parts(self, text: str, add_special_tokens: bool) -> Iterator[tuple[tokenizers.Encoding, int, int]]:
+        """Yield for each part between breaks its encoding, the tokens to skip in it, and its offset in `text`."""
+        start = 0
+        for part in text.split(BREAK) if BREAK in text else [text]:
+            newline = self._newline if start and part else []
+            encoding = self._encoding("\n" + part if newline else part, add_special_tokens)
+            if encoding.ids[: len(newline)] != newline:
+                encoding, newline = self._encoding(part, add_special_tokens), []
+            yield encoding, len(newline), start - bool(newline)
+            start += len(part) + 1
+
+    @cached_property
+    def _newline(self) -> list[int]:
+        """The tokens of a line break, if the tokenizer puts a space before each text, though not after a line break."""
+        letter = self.backend.encode("a", add_special_tokens=False).ids
+        adds_space = self.decode([*letter, *letter]) != "aa"
+        return self.backend.encode("\n", add_special_tokens=False).ids if adds_space else []
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) < RELEASE_GIL_LENGTH:
@@ -107,10 +128,15 @@ class Tokenizer:
     def __call__(
         self, text: str, add_special_tokens: bool = False, return_offsets_mapping: bool = False, **_: Any
     ) -> dict[str, Any]:
-        encoding = self._encoding(text, add_special_tokens)
-        result: dict[str, Any] = {"input_ids": list(encoding.ids), "attention_mask": [1] * len(encoding.ids)}
+        parts = list(self._encode_parts(text, add_special_tokens))
+        ids = [token for encoding, skipped, _ in parts for token in encoding.ids[skipped:]]
+        result: dict[str, Any] = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         if return_offsets_mapping:
-            result["offset_mapping"] = list(encoding.offsets)
+            result["offset_mapping"] = [
+                (first + offset, last + offset)
+                for encoding, skipped, offset in parts
+                for first, last in encoding.offsets[skipped:]
+            ]
         return result
 
     def apply_chat_template(
