@@ -330,9 +330,9 @@ async def measure_served(
 async def measure(engine: str, settings: list[Setting], model: Path, folder: Path, rows: list[Row]) -> None:
     """Add a row for each setting; they differ in the traffic only."""
     if engine == "vllm alone":
-        for setting in settings:
-            rows.append(measure_vllm_alone(setting, model))
-            print(rows[-1], flush=True)
+        for row in measure_vllm_alone(settings, model):
+            rows.append(row)
+            print(row, flush=True)
         return
     run = RunDir(folder / "run")
     run.root.mkdir()
@@ -350,14 +350,16 @@ async def measure(engine: str, settings: list[Setting], model: Path, folder: Pat
             print(row, flush=True)
 
 
-def measure_vllm_alone(setting: Setting, model: Path) -> Row:
-    names = ("name", "in_flight", "max_running", "max_model_len", "warm_up_s", "seconds")
-    options = {name: value for name, value in setting._asdict().items() if name in names}
-    options["kv_bytes"] = 60 << 30
+def measure_vllm_alone(settings: list[Setting], model: Path) -> Iterator[Row]:
+    names = ("in_flight", "max_running", "max_model_len", "warm_up_s", "seconds")
+    options = {name: getattr(settings[0], name) for name in names} | {"kv_bytes": 60 << 30}
     command = [os.environ[VLLM_PYTHON], "-m", "benchmarks.inference.traffic_vllm", str(model), json.dumps(options)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
+    command += [setting.name for setting in settings]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return Row(setting, "vllm alone", json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
+    lines = done.stdout.splitlines()[-len(settings) :]
+    for setting, line in zip(settings, lines, strict=True):
+        yield Row(setting, "vllm alone", json.loads(line)["tokens_per_second"])
 
 
 def table_of(rows: list[Row]) -> Table:

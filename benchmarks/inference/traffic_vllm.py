@@ -1,8 +1,9 @@
 """vLLM called directly with the same traffic: its asynchronous engine in this process, no server, no new weights.
 
-    python -m benchmarks.inference.traffic_vllm MODEL OPTIONS
+    python -m benchmarks.inference.traffic_vllm MODEL OPTIONS TRAFFIC...
 
-Runs in vLLM's environment and prints one line of JSON. Prefix caching is on, as it is by default.
+Runs in vLLM's environment and prints one line of JSON for each kind of traffic. Prefix caching is on, as it is by
+default.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.inference.traffic_jobs import TRAFFIC, Conversation
@@ -24,18 +27,18 @@ from vllm import SamplingParams
 VOCAB = 150_000
 
 
-async def measure(engine: AsyncLLM, options: dict[str, Any]) -> dict[str, float]:
-    traffic = TRAFFIC[options["name"]]
+async def measure(engine: AsyncLLM, name: str, options: dict[str, Any], numbers: Iterator[int]) -> dict[str, float]:
+    traffic = TRAFFIC[name]
     conversations = traffic.conversations(VOCAB)
-    numbers = itertools.count()
+    rng = random.Random(1)
     sampled = [0]
 
-    async def converse(turns: Conversation) -> None:
+    async def converse(turns: Conversation, share: float) -> None:
         tokens: list[int] = []
         for turn in turns:
             tokens = tokens + turn.tokens
             params = SamplingParams(
-                max_tokens=turn.completion,
+                max_tokens=max(1, int(share * turn.completion)),
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
@@ -49,21 +52,28 @@ async def measure(engine: AsyncLLM, options: dict[str, Any]) -> dict[str, float]
                 tokens = tokens + list(new)
 
     async def keep_asking() -> None:
+        share = rng.random()  # of the first completion, so that requests end evenly from the start
         while True:
-            await converse(next(conversations))
+            await converse(next(conversations), share)
+            share = 1.0
+
+    def sampled_so_far() -> int:
+        """Return the sampled tokens, those of requests that are not finished included."""
+        states = engine.output_processor.request_states.values()
+        return sampled[0] + sum(state.detokenizer.num_output_tokens() for state in states)
 
     tasks = [asyncio.create_task(keep_asking()) for _ in range(options["in_flight"])]
     await asyncio.sleep(options["warm_up_s"])
-    before, begun = sampled[0], time.perf_counter()
+    before, begun = sampled_so_far(), time.perf_counter()
     await asyncio.sleep(options["seconds"])
-    rate = (sampled[0] - before) / (time.perf_counter() - begun)
+    rate = (sampled_so_far() - before) / (time.perf_counter() - begun)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return {"tokens_per_second": rate}
 
 
-async def run(model: str, options: dict[str, Any]) -> dict[str, float]:
+async def run(model: str, options: dict[str, Any], names: list[str]) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,
@@ -77,11 +87,13 @@ async def run(model: str, options: dict[str, Any]) -> dict[str, float]:
             attention_config={"backend": "FLASH_ATTN", "flash_attn_version": 3},
         )
     )
+    numbers = itertools.count()  # ids of requests, and seeds
     try:
-        return await measure(engine, options)
+        for name in names:
+            print(json.dumps(await measure(engine, name, options, numbers)), flush=True)
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(sys.argv[1], json.loads(sys.argv[2])))), flush=True)
+    asyncio.run(run(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]))
