@@ -294,6 +294,8 @@ async def measure_decoding(server: Server, setting: Setting, running: int) -> fl
     rng = random.Random(2)
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     prompts = [[rng.randrange(3, setting.vocab) for _ in range(max(1, before - count // 2))] for _ in range(running)]
+    while (await server.counters()).running:  # requests of the traffic, which were cancelled
+        await asyncio.sleep(0.02)
     async with background(*(server.client.generate(prompt, params) for prompt in prompts)):
         counters = await server.counters()
         while counters.running < running or counters.tokens == 0:
