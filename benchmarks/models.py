@@ -110,6 +110,20 @@ QWEN3 = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    },
 }
 """What sets the sizes of Qwen3 apart; vocabulary, and heads of keys and values are the same."""
 
