@@ -24,7 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace.inference.embedded.batch import AttentionGroup
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.self_check import MAX_ROUNDING_RATIO, compute_texts, measure_deviations
+from headrace.inference.embedded.self_check import compute_texts, measure_deviations
+from headrace.inference.rounding import MAX_ROUNDING_RATIO
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

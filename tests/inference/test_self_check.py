@@ -9,20 +9,19 @@ from benchmarks.inference.self_check import FAMILIES, FAULTS, SIZES, make_sharp_
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from headrace.inference import rounding
 from headrace.inference.embedded import self_check
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.self_check import (
-    MAX_ROUNDING_RATIO,
     Text,
     UnsupportedModel,
-    WiderType,
     check_engine,
     compute_texts,
     measure_deviations,
     plain_logprobs,
-    typical_difference,
 )
+from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from tests.refusals import refused
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -129,7 +128,7 @@ def test_one_large_difference_among_many_counts_little() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_wider_type_computes_what_a_converted_model_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "MAX_WIDENED_ENTRIES", 1000)  # weights are converted in several parts
+    monkeypatch.setattr(rounding, "MAX_WIDENED_ENTRIES", 1000)  # weights are converted in several parts
     model = make_sharp_model(family, 0, torch.bfloat16)
     with WiderType(torch.bfloat16):
         wider = plain_logprobs(model, [TEXT])

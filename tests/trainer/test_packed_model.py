@@ -1,16 +1,18 @@
 """A packed row gives each sequence what it would get alone, and models that would break this are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, Qwen3Config
 
+from headrace.trainer import model as model_module
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.model import PackedModel, hidden_states
-from headrace.trainer.packed_row import make_row
+from headrace.trainer.packed_row import PackedRow, make_row
 from tests.trainer.training_samples import ARCHITECTURES, SIZES, write_random_model
 
 CPU = torch.device("cpu")
@@ -107,6 +109,30 @@ def test_missing_tensors_are_an_error_that_names_them(tiny_model: Path, tmp_path
 def test_architectures_that_compute_something_else_are_refused_at_load(tmp_path: Path, config: object, message: str):
     with pytest.raises(UnsupportedModel, match=message):
         PackedModel(write_random_model(tmp_path, config))
+
+
+DEEP = {**SIZES, "num_hidden_layers": 48, "head_dim": 16, "initializer_range": 0.3}
+DEEPER = {**DEEP, "num_hidden_layers": 192, "initializer_range": 0.6}
+"""So deep that rounding to bfloat16 moves logits by more than a twentieth of the largest, as in large models."""
+ADAPTER = {"r": 2, "alpha": 4}
+
+
+@pytest.mark.full
+def test_a_deep_model_in_16_bits_may_differ_by_its_measured_rounding(tmp_path: Path):
+    directory = write_random_model(tmp_path, Qwen3Config(**DEEPER))
+    assert PackedModel(directory, dtype=torch.bfloat16, lora=ADAPTER).module.dtype == torch.bfloat16
+
+
+def test_wrong_positions_in_a_packed_row_exceed_the_measured_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def with_running_positions(*arguments: object) -> PackedRow:
+        row = make_row(*arguments)
+        return replace(row, position_ids=torch.arange(row.token_ids.shape[1])[None])
+
+    directory = write_random_model(tmp_path, Qwen3Config(**DEEP))
+    monkeypatch.setattr(model_module, "make_row", with_running_positions)
+    for lora, dtype in ((ADAPTER, torch.bfloat16), (None, torch.float32)):
+        with pytest.raises(UnsupportedModel, match="packed"):
+            PackedModel(directory, dtype=dtype, lora=lora)
 
 
 def test_multimodal_models_are_refused(tmp_path: Path):

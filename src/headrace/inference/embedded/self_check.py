@@ -18,13 +18,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, GenerationResult
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import SamplingParams
 
 SCORED_TOKENS = 40
@@ -35,18 +34,10 @@ SAMPLED_TOKENS = 12
 """Tokens that are sampled after each prompt."""
 MAX_CHECKED_WINDOW = 1024
 """Longest sliding window that the scored prompt exceeds."""
-MAX_ROUNDING_RATIO = 3.0
-"""How many times as far from the wider result as the model's own code the engine may be.
-
-Measured with `benchmarks/inference/self_check.py`: 1.3 and less in right engines, 1.8 with experts.
-"""
 ATTEMPTS = 3
 """Sets of prompts that must all deviate: rarely, rounding sends a token to another expert, and moves those after it."""
 NEGLIGIBLE_DIFFERENCE = 1e-4
 """Difference that is accepted without measuring rounding; right engines stay below it in float32."""
-WIDER_TYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-MAX_WIDENED_ENTRIES = 1 << 25
-"""Entries of a weight that are converted to the wider type at a time."""
 
 
 class UnsupportedModel(BadInput):
@@ -137,11 +128,6 @@ def measure_deviations(model: Any, texts: Sequence[Text]) -> list[Deviation]:
     ]
 
 
-def typical_difference(first: Tensor, second: Tensor) -> float:
-    """Return the mean absolute difference in the sense of square roots, where few large differences count less."""
-    return float((first - second).abs().sqrt().mean().square())
-
-
 @torch.inference_mode()
 def plain_logprobs(model: Any, texts: Sequence[Text]) -> Tensor:
     """Return the logprobs of the tokens that each text has logprobs of, by the model's own code."""
@@ -172,33 +158,6 @@ def _own_code(model: Any) -> Iterator[None]:
         for module, forward in replaced.items():
             if forward is not None:
                 vars(module)["forward"] = forward
-
-
-class WiderType(TorchFunctionMode):
-    """Computes in a wider type than the model's in the block; weights are converted where they are used, in parts."""
-
-    def __init__(self, narrow: torch.dtype) -> None:
-        super().__init__()
-        self._narrow, self._wide = narrow, WIDER_TYPES[narrow]
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.embedding, Tensor.__getitem__) or func.__name__ == "__get__":
-            result = func(*args, **kwargs)  # rows of a weight, or an attribute: the weight itself is not needed
-            return self._wide if result is self._narrow else result
-        if func is F.linear and args[1].numel() > MAX_WIDENED_ENTRIES:
-            hidden, weight, bias = (*args, kwargs.get("bias"))[:3]
-            hidden, parts = self._widen(hidden), weight.split(max(1, MAX_WIDENED_ENTRIES // weight.shape[1]))
-            product = torch.cat([F.linear(hidden, self._widen(part)) for part in parts], -1)
-            return product if bias is None else product + self._widen(bias)
-        return func(*map(self._widen, args), **{name: self._widen(value) for name, value in kwargs.items()})
-
-    def _widen(self, value: Any) -> Any:
-        if value is self._narrow:
-            return self._wide
-        if isinstance(value, Tensor):
-            return value.to(self._wide) if value.dtype is self._narrow else value
-        return type(value)(map(self._widen, value)) if type(value) in (list, tuple) else value
 
 
 def _generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationResult]:
