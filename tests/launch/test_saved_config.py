@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.config.files import dump
+from headrace.config.files import dump_sealed
 from headrace.config.sft import SftConfig
 from headrace.launch.saved_config import (
     changes,
@@ -57,7 +57,11 @@ def test_a_saved_run_reads_back_the_same(config: RunConfig, tmp_path: Path) -> N
     save(pinned, run)
     assert read_run(run.root) == pinned
     assert read_rl_run(run.config) == pinned
-    assert dump(read_rl_run(run.root)) == run.config.read_text()
+    assert dump_sealed(read_rl_run(run.root)) == run.config.read_text()
+    run.config.write_text(run.config.read_text().replace("seq_len", "seq_lem", 1))
+    with pytest.raises(ConfigError) as changed:
+        read_run(run.root)
+    assert changed.value.file == run.config
 
 
 def test_infinity_and_nan_in_args_of_an_environment_are_saved(config: RunConfig, tmp_path: Path) -> None:

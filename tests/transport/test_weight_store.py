@@ -11,6 +11,7 @@ import pytest
 
 from headrace.rollout.batch import SCHEMA, SchemaError
 from headrace.rollout.version import Version
+from headrace.transport.digests import DIGESTS
 from headrace.transport.files import MARKER
 from headrace.transport.weights import WeightStore, checksum, read_marker
 
@@ -40,7 +41,7 @@ def test_a_published_version_is_a_model_directory_with_a_marker(store: WeightSto
     marker = store.publish(Version(0, 7), model())
     directory = store.path(Version(0, 7))
     assert directory.name == "v-0-7"
-    assert sorted(path.name for path in directory.iterdir()) == [MARKER, "config.json", "model.safetensors"]
+    assert {path.name for path in directory.iterdir()} == {MARKER, DIGESTS, "config.json", "model.safetensors"}
     assert read_marker(directory) == marker
     assert marker.version == Version(0, 7)
     assert json.loads((directory / MARKER).read_text())["schema"] == SCHEMA

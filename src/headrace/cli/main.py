@@ -59,6 +59,7 @@ COMMANDS = {
     "sweep": Command("sweep", "run a grid, a list or random values of any keys, with seeds, and report on it.", "all"),
     "config": Command("config", "print the resolved configuration of a run file, or explain a key."),
     "audit": Command("runs", "account for every prompt of a run, and check its journal and checkpoints."),
+    "verify": Command("runs", "compare all files of a run with their digests."),
     "rescore": Command("rescore", "credit a run's saved rollouts with another algorithm; samples nothing.", "dotted"),
     "export": Command("models", "write a checkpoint as a Hugging Face model."),
     "push": Command("hub", "upload a run, a model, a checkpoint or a dataset to the Hugging Face hub."),

@@ -1,4 +1,4 @@
-"""`headrace summary`, `compare`, `audit` and `tokens`: print what run directories contain.
+"""`headrace summary`, `compare`, `audit`, `verify` and `tokens`: print what run directories contain.
 
 Imports that take a second (the types of run files) are inside the functions that need them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -100,6 +101,25 @@ def run_audit(arguments: argparse.Namespace) -> int:
         problems += asyncio.run(find_state_violations(journal, algorithms))
     print(format_report(journal.states(), problems))
     return 1 if problems else 0
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    from headrace.config.files import has_digest
+    from headrace.transport.verification import verify
+
+    found = verify(RunDir(find_run(arguments.run)), has_digest)
+    for damage in found.damages:
+        print(f"{damage.problem.rstrip('.')}. {damage.recovery}".rstrip())
+    places = Counter(path.parts[0] if len(path.parts) > 1 else str(path) for path in found.without_digest)
+    shown = [f"{place} ({count} files)" if count > 1 else place for place, count in places.items()]
+    print(f"{len(found.whole)} files match their digests, {len(found.damages)} are damaged")
+    if shown:
+        print(f"without a digest: {', '.join(shown)}")
+    return 1 if found.damages else 0
 
 
 def configure_tokens(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from headrace.config.base import Config, ConfigError, Tree
 from headrace.errors import BadInput
+from headrace.rollout.digest import digest_of
 
 OWN_ARGUMENTS = ("args", "kwargs")
 """Tables that are passed to the user's own code unchanged."""
@@ -23,6 +24,9 @@ OWN_ARGUMENTS = ("args", "kwargs")
 YAML_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
 YAML_MERGE = "tag:yaml.org,2002:merge"
+
+_DIGEST = re.compile(r"# xxh3-128 of the lines above: (.{32})\n\Z", re.DOTALL)
+"""The last line of a configuration that a run has saved."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -59,6 +63,7 @@ def parse_yaml(text: str) -> Any:
 def read_file(path: Path) -> Tree:
     """Read a run file: YAML by its suffix, else TOML, where the text "null" is read as null."""
     text = _read_text(path)
+    _check_digest(text, path)
     if path.suffix not in (".yaml", ".yml"):
         tree = _texts_to_nulls(_parse_toml(text, path))
         assert isinstance(tree, dict)
@@ -73,7 +78,14 @@ def read_file(path: Path) -> Tree:
 
 
 def read_toml(path: Path) -> Tree:
-    return _parse_toml(_read_text(path), path)
+    text = _read_text(path)
+    _check_digest(text, path)
+    return _parse_toml(text, path)
+
+
+def has_digest(path: Path) -> bool:
+    """Return whether a run file has a digest; raise `ConfigError` if it differs from it."""
+    return _check_digest(_read_text(path), path)
 
 
 def _read_text(path: Path) -> str:
@@ -97,6 +109,16 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
+def _check_digest(text: str, path: Path) -> bool:
+    """Raise if a configuration that a run has saved differs from its digest; return whether it has one."""
+    line = _DIGEST.search(text)
+    if line is not None and digest_of(text[: line.start()].encode()) != line[1]:
+        fact = "differs from what the run saved: edited, or damaged"
+        fix = "Check its values, correct what is wrong, and delete its last line, the digest."
+        raise ConfigError(fact, file=path, fix=fix)
+    return line is not None
+
+
 def _parse_toml(text: str, path: Path) -> Tree:
     try:
         return tomllib.loads(text)
@@ -115,6 +137,12 @@ def _texts_to_nulls(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_texts_to_nulls(value) for value in tree]
     return None if tree == "null" else tree
+
+
+def dump_sealed(config: Config) -> str:
+    """Return the tree as TOML with a digest in its last line, a comment."""
+    text = dump(config)
+    return f"{text}# xxh3-128 of the lines above: {digest_of(text.encode())}\n"
 
 
 def dump(config: Config) -> str:

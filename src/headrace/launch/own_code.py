@@ -17,9 +17,17 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
+from headrace.rollout.digest import seal
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
+
+
+class CodeFolders(msgspec.Struct):
+    """The content of `code_folders.json`."""
+
+    folders: list[str]
+    schema: int = SCHEMA
 
 
 def add_code_folders(files: Sequence[Path]) -> list[str]:
@@ -42,16 +50,19 @@ def add_code_folders_of(run: RunDir) -> None:
 
 
 def save_folders(folders: Sequence[str], run: RunDir) -> None:
-    write_atomically(run.code_folders, msgspec.json.format(msgspec.json.encode(folders)) + b"\n")
+    write_atomically(run.code_folders, seal(CodeFolders(list(folders))) + b"\n")
 
 
 def _saved(run: RunDir) -> list[str]:
     """Return no folders for a run of an older version, or one without a launcher."""
     if not run.code_folders.is_file():
         return []
+    content = run.code_folders.read_bytes()
     try:
-        return msgspec.json.decode(run.code_folders.read_bytes(), type=list[str])
-    except ValueError as error:
+        if content.startswith(b"["):  # of an older version
+            return msgspec.json.decode(content, type=list[str])
+        return decode_versioned(content, CodeFolders, str(run.code_folders)).folders
+    except (ValueError, DamagedFile) as error:
         fix = "Write the folders of your own code as a list of texts, or delete the file."
         raise DamagedFile(f"not readable: {error}", file=run.code_folders, fix=fix) from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config.base import Config, ConfigError, Origins
-from headrace.config.files import dump, read_file, read_toml
+from headrace.config.files import dump, dump_sealed, read_file, read_toml
 from headrace.config.sft import SftConfig
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import find_run
@@ -59,7 +59,7 @@ def read_model_file(file: Path, trail: Sequence[Path]) -> tuple[SftConfig, list[
 
 
 def save(config: Config, run: RunDir) -> None:
-    write_atomically(run.config, dump(config).encode())
+    write_atomically(run.config, dump_sealed(config).encode())
 
 
 def read_run(path: Path) -> RunConfig | SftConfig:
@@ -102,10 +102,13 @@ def read_sampled_run(path: Path) -> RunConfig | SftConfig:
 
 
 def changes(config: Config, run: RunDir) -> list[str]:
-    """Return the keys in which `config` differs from the saved one, as `key: old -> new`."""
+    """Return the keys in which `config` differs from the saved one, as `key: old -> new`; or why that is unknown."""
     if not run.config.is_file():
         return []
-    old, new = leaves(read_toml(run.config)), leaves(tomllib.loads(dump(config)))
+    try:
+        old, new = leaves(read_toml(run.config)), leaves(tomllib.loads(dump(config)))
+    except ConfigError as error:  # it is written again
+        return [f"{run.config}: {error.fact}"]
     changed = [key for key in (*old, *new) if old.get(key) != new.get(key)]
     # A shared key and its copies in the sections are one change.
     copies = {

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from headrace.errors import BadInput, Failure
-from headrace.rollout.digest import digest_of, is_whole
+from headrace.rollout.digest import NO_DIGEST, digest_of, is_whole
 from headrace.rollout.types import TOKEN_ARRAYS, Sample
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -26,7 +26,6 @@ SCHEMA = 1
 _HEADER_KEY = "headrace"
 _STREAM = "stream."
 _PRESENT = "present."
-_NO_DIGEST = 32 * "0"
 _DIGEST = re.compile(rb'\\"file_digest\\":\\"(.{32})\\"', re.DOTALL)
 """The digest in the header, which is JSON in a string of JSON. It is computed with zeros in its own place."""
 
@@ -121,7 +120,7 @@ def encode_batch(batch: Batch) -> bytes:
         owners = [sample for sample in samples if name in sample.streams]
         columns[_STREAM + name] = _concatenate([s.streams[name] for s in owners], owners[0].streams[name].dtype)
         columns[_PRESENT + name] = np.array([name in s.streams for s in samples], np.bool_)
-    header = _Header(SCHEMA, batch.step, batch.incarnation, envs, batch.counts, batch.draw_ids, _NO_DIGEST)
+    header = _Header(SCHEMA, batch.step, batch.incarnation, envs, batch.counts, batch.draw_ids, NO_DIGEST.decode())
     content: bytes = save(columns, metadata={_HEADER_KEY: msgspec.json.encode(header).decode()})
     place = _DIGEST.search(content)
     assert place is not None
@@ -134,7 +133,7 @@ def read_batch(path: Path) -> Batch:
     head = memoryview(content)[8 : 8 + int.from_bytes(content[:8], "little")]
     if (place := _DIGEST.search(head)) is not None:
         start, end = 8 + place.start(1), 8 + place.end(1)
-        parts = content[:start], _NO_DIGEST.encode(), memoryview(content)[end:]
+        parts = content[:start], NO_DIGEST, memoryview(content)[end:]
         if digest_of(*parts) != content[start:end].decode(errors="replace"):
             raise DamagedFile("the batch is damaged: its content does not match its digest", file=path)
     try:

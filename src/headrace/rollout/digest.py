@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 
 import msgspec
 
 Content = bytes | bytearray | memoryview
+
+NO_DIGEST = 32 * b"0"
+"""Stands in the place of a file's digest in the file itself while the digest is computed."""
 
 _SEAL = re.compile(rb',"digest":"(.{32})"\}\s*\Z', re.DOTALL)
 
 
 def digest_of(*parts: Content) -> str:
     """Return the xxh3-128 digest of some bytes, in hexadecimal."""
+    return digest_of_parts(parts)
+
+
+def digest_of_parts(parts: Iterable[Content]) -> str:
+    """Return the same for parts of a large file, one after the other."""
     import xxhash
 
     digest = xxhash.xxh3_128()

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.rollout.batch import DamagedFile
+from headrace.transport.digests import write_digests
 from headrace.transport.files import draft_of, write_directory
 
 T = TypeVar("T")
@@ -110,6 +111,8 @@ class Ranks:
             self.wait_for_all()  # the first rank has created it
             fill(draft)
             self.wait_for_all()
+            if self.first:
+                write_digests(draft)
 
         if self.first:
             write_directory(final, together)

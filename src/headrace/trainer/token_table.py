@@ -22,10 +22,12 @@ import pyarrow.parquet as pq
 import torch
 
 from headrace.rollout.batch import Batch
+from headrace.rollout.digest import NO_DIGEST
 from headrace.rollout.packing import NO_SAMPLE, STREAM_DEFAULTS
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tokens import COMPONENTS, StepTokens, TokenTrace
+from headrace.transport.digests import PARQUET_KEY, seal_parquet
 from headrace.transport.files import draft_of
 from headrace.transport.token_exports import HEADER_KEY, ExportHeader, TokenExports, read_header
 
@@ -81,7 +83,10 @@ def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: R
     def fill(draft: Path) -> None:
         part = draft / f"part-{ranks.index}.parquet"
         # No dictionaries of numbers: zstd alone is faster and smaller.
-        pq.write_table(table, part, compression="zstd", use_dictionary=["env"], row_group_size=ROW_GROUP_ROWS)
+        with pq.ParquetWriter(part, table.schema, compression="zstd", use_dictionary=["env"]) as writer:
+            writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+            writer.add_key_value_metadata({PARQUET_KEY: NO_DIGEST})
+        seal_parquet(part)
 
     ranks.write_directory(directory, fill)
 

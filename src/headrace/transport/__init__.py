@@ -24,5 +24,5 @@
     logs/                         log file of each process                                launch/supervisor.py
     summary.md, reward.svg        summary of the run                                      observe/summary.py
 
-`run_dir.py` has the paths, `files.py` atomic writes.
+`run_dir.py` has the paths, `files.py` atomic writes, `digests.py` digests, `verification.py` the check of all of them.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import msgspec
 
 from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import Content, digest_of
+from headrace.transport.digests import check_file, file_digest
 from headrace.transport.files import MARKER, STEP, check_regular
 
 TENSORS = "tensors"
@@ -60,13 +61,14 @@ def read_marker(checkpoint: Path) -> CheckpointMarker:
 def digests_of(directory: Path) -> dict[str, str]:
     """Return the digests of all files in a directory by their relative path, those of tensors in it left out."""
     paths = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.parent.name != TENSORS)
-    return {str(path.relative_to(directory)): digest_of(path.read_bytes()) for path in paths}
+    return {str(path.relative_to(directory)): file_digest(path) for path in paths}
 
 
 def check_files(checkpoint: Path, marker: CheckpointMarker) -> None:
     """Raise `DamagedFile` if a file other than tensors differs from its digest."""
-    for problem in _differing(checkpoint, marker.files):
-        raise problem
+    for name, digest in marker.files.items():
+        if isinstance(check := check_file(checkpoint / name, digest), DamagedFile):
+            raise check
 
 
 def check_first_block(path: Path, digests: BlockDigests) -> None:
@@ -81,43 +83,43 @@ def check_first_block(path: Path, digests: BlockDigests) -> None:
         raise DamagedFile("damaged: its first block differs from what was written", file=path)
 
 
-def _differing(checkpoint: Path, digests: Mapping[str, str]) -> Iterator[DamagedFile]:
-    for name, digest in digests.items():
-        path = checkpoint / name
-        if not path.is_file():
-            yield DamagedFile("missing", file=path)
-        elif digest_of(path.read_bytes()) != digest:
-            yield DamagedFile("damaged: its content does not match its digest", file=path)
-
-
-def find_damage(checkpoint: Path) -> Iterator[DamagedFile]:
-    """Yield an error for each file of a checkpoint that differs from its digests; reads all of them."""
+def check_checkpoint(checkpoint: Path) -> Iterator[Path | DamagedFile]:
+    """Yield each file of a checkpoint that has a digest, or what is wrong with it; reads all of them."""
     try:
         marker = read_marker(checkpoint)
     except DamagedFile as error:
         yield error
         return
-    yield from _differing(checkpoint, marker.files)
-    for name, recorded in marker.tensors.items():
-        path = checkpoint / TENSORS / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != recorded.size:
-            fact = "missing" if size is None else f"damaged: {size} bytes instead of {recorded.size}"
-            yield DamagedFile(fact, file=path)
-            continue
-        blocks = block_spans(recorded.size, recorded.block_size)
+    if marker.files:  # older versions wrote neither these nor a digest of the marker
+        yield checkpoint / MARKER
+    yield from (check_file(checkpoint / name, digest) for name, digest in marker.files.items())
+    yield from (_check_blocks(checkpoint / TENSORS / name, recorded) for name, recorded in marker.tensors.items())
 
-        def is_whole(number: int, span: tuple[int, int], path: Path = path, recorded: BlockDigests = recorded) -> bool:
-            content = bytearray(span[1] - span[0])
-            read_into(path, span[0], memoryview(content))
-            return recorded.matches(number, content)
 
-        with ThreadPoolExecutor(READER_THREADS) as readers:
-            whole = readers.map(is_whole, range(len(blocks)), blocks)
-            differ = [start for (start, _), same in zip(blocks, whole, strict=True) if not same]
-        if differ:
-            fact = f"damaged: {len(differ)} of {len(blocks)} blocks differ, the first at byte {differ[0]}"
-            yield DamagedFile(fact, file=path)
+def _check_blocks(path: Path, recorded: BlockDigests) -> Path | DamagedFile:
+    size = path.stat().st_size if path.is_file() else None
+    if size != recorded.size:
+        fact = "missing" if size is None else f"damaged: {size} bytes instead of {recorded.size}"
+        return DamagedFile(fact, file=path)
+    blocks = block_spans(recorded.size, recorded.block_size)
+
+    def is_whole(number: int, span: tuple[int, int]) -> bool:
+        content = bytearray(span[1] - span[0])
+        read_into(path, span[0], memoryview(content))
+        return recorded.matches(number, content)
+
+    with ThreadPoolExecutor(READER_THREADS) as readers:
+        whole = readers.map(is_whole, range(len(blocks)), blocks)
+        differ = [start for (start, _), same in zip(blocks, whole, strict=True) if not same]
+    if not differ:
+        return path
+    fact = f"damaged: {len(differ)} of {len(blocks)} blocks differ, the first at byte {differ[0]}"
+    return DamagedFile(fact, file=path)
+
+
+def find_damage(checkpoint: Path) -> Iterator[DamagedFile]:
+    """Yield an error for each file of a checkpoint that differs from its digests; reads all of them."""
+    return (check for check in check_checkpoint(checkpoint) if isinstance(check, DamagedFile))
 
 
 def find_damage_of_all(directory: Path) -> Iterator[DamagedFile]:

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.digest import seal
 from headrace.transport.files import write_atomically
 
 
@@ -29,7 +30,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def write_endpoint(path: Path, endpoint: Endpoint) -> None:
-    write_atomically(path, msgspec.json.encode(endpoint), mode=0o600)
+    write_atomically(path, seal(endpoint), mode=0o600)
 
 
 def read_endpoints(directory: Path) -> dict[str, Endpoint]:

@@ -32,8 +32,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.errors import BadInput
+from headrace.rollout.batch import DamagedFile
+from headrace.rollout.digest import NO_DIGEST
 from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, TOKEN_ARRAYS, TRUNCATED, Rollout, RolloutError, Sample, Turn
+from headrace.transport.digests import PARQUET_KEY, check_parquet, seal_parquet
 from headrace.transport.run_dir import RolloutKind
 
 log = logging.getLogger(__name__)
@@ -140,6 +143,8 @@ def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
     # No dictionaries: logprobs have as many values as tokens, and zstd alone is faster and smaller.
     with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as writer:
         yield writer
+        writer.add_key_value_metadata({PARQUET_KEY: NO_DIGEST})
+    seal_parquet(temporary)
     os.replace(temporary, path)
 
 
@@ -148,8 +153,9 @@ def _tables_in(path: Path) -> Iterator[pa.Table]:
     if not path.exists():
         return
     try:
+        _refuse_damage(path)
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, DamagedFile) as error:
         log.warning("%s is not a readable Parquet file and is replaced: %s", path, error)
         return
     with file:
@@ -158,6 +164,11 @@ def _tables_in(path: Path) -> Iterator[pa.Table]:
             return
         for number in range(file.num_row_groups):
             yield file.read_row_group(number)
+
+
+def _refuse_damage(path: Path) -> None:
+    if isinstance(damage := check_parquet(path), DamagedFile):
+        raise damage
 
 
 def _with_samples(rollout: Rollout) -> Rollout:
@@ -313,6 +324,7 @@ class RolloutFiles:
     def _table(self, step: int, names: Sequence[str] | None = None) -> pa.Table:
         path = self._kind.path(self.directory, step)
         try:
+            _refuse_damage(path)
             with pq.ParquetFile(path) as file:
                 return file.read(columns=None if names is None else list(names))
         except FileNotFoundError as error:

@@ -20,8 +20,10 @@ import msgspec
 
 from headrace.errors import Failure
 from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.digest import seal
 from headrace.rollout.version import Version
 from headrace.transport.blocking import require_regular
+from headrace.transport.digests import write_digests
 from headrace.transport.files import MARKER, draft_of, write_atomically, write_directory
 from headrace.transport.weights_link import MANIFEST
 
@@ -75,8 +77,9 @@ class WeightStore:
 
         def fill(draft: Path) -> None:
             write(draft)
+            write_digests(draft)
             marker = WeightsMarker(version.incarnation, version.step, checksum(draft))
-            (draft / MARKER).write_bytes(msgspec.json.encode(marker))
+            (draft / MARKER).write_bytes(seal(marker))
 
         # Not durable: after a power loss the trainer publishes its checkpoint's version again, and an engine refuses
         # files that do not match the marker's checksum.
@@ -102,8 +105,7 @@ class WeightStore:
 
     def acknowledge(self, version: Version) -> None:
         """Record that every engine samples from `version`. Only the weight watcher calls this."""
-        content = msgspec.json.encode(Acknowledgement(version.incarnation, version.step))
-        write_atomically(self.directory / ACKNOWLEDGED, content)
+        write_atomically(self.directory / ACKNOWLEDGED, seal(Acknowledgement(version.incarnation, version.step)))
 
     def acknowledged(self) -> Version | None:
         path = self.directory / ACKNOWLEDGED
@@ -172,7 +174,7 @@ class AcknowledgementMonitor:
 def read_marker(directory: Path) -> WeightsMarker:
     """Read the marker of a published directory; raise if it is absent or from a newer version of Headrace."""
     path = directory / MARKER
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"{directory} has no {MARKER}: it is not a published version, or not complete")
     return decode_versioned(require_regular(path).read_bytes(), WeightsMarker, str(path))
 

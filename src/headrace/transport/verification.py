@@ -1,0 +1,151 @@
+"""Checks of all files of a run directory against their digests, for `headrace verify`.
+
+What is damaged is returned with what recovers. Left out on purpose: whether the contents agree with each other, which
+`headrace audit` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.errors import BadInput
+from headrace.rollout.batch import DamagedFile, read_batch
+from headrace.transport.checkpoint_files import check_checkpoint
+from headrace.transport.digests import DIGESTS, check_directory, check_file, check_parquet, check_sealed
+from headrace.transport.files import MARKER, check_regular
+from headrace.transport.journal import FileRecord, Journal
+from headrace.transport.run_dir import RunDir
+from headrace.transport.weights import ACKNOWLEDGED, checksum, read_marker
+
+Check = Path | DamagedFile
+"""A file that is whole, or what is wrong with one."""
+
+
+class Damage(NamedTuple):
+    """A damaged or missing file, and what recovers."""
+
+    problem: str
+    recovery: str
+
+
+class Verification(NamedTuple):
+    """The result of a verification."""
+
+    damages: list[Damage]
+    whole: set[Path]
+    """Files that match their digests."""
+    without_digest: list[Path]
+    """All other files, such as logs and those of older versions, by their path in the run directory."""
+
+
+def verify(run: RunDir, check_config: Callable[[Path], bool]) -> Verification:
+    """Read all files of a run. `check_config` returns whether the configuration has a digest, or raises `BadInput`."""
+    damages, whole, damaged = [], set(), set()
+    for check, recovery in _checks(run, check_config):
+        if isinstance(check, BadInput):
+            damages.append(Damage(str(check), recovery))
+            damaged.add(Path(str(check.file)))
+        elif check is not None and check.exists():
+            whole.add(check)
+    files = (path for path in sorted(run.root.rglob("*")) if path.is_file() and path not in whole | damaged)
+    return Verification(damages, whole, [path.relative_to(run.root) for path in files])
+
+
+def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple[Path | BadInput | None, str]]:
+    """Yield what was checked, None for a file without a digest, and what recovers if it is damaged."""
+    recorded: dict[str, FileRecord] = {}
+    if run.journal.is_file():
+        journal, recorded = _read_journal(run.journal)
+        yield journal, ""
+        if journal == run.journal:  # which reads these files, too
+            yield from ((run.journal.with_name(f"{run.journal.name}{end}"), "") for end in ("-wal", "-shm"))
+    if run.config.is_file():
+        try:
+            yield run.config if check_config(run.config) else None, ""
+        except BadInput as error:
+            yield error, ""
+    for path in (run.code_folders, run.weights.directory / ACKNOWLEDGED, *sorted(run.endpoints.glob("*.json"))):
+        if path.is_file():
+            yield check_sealed(path), "Start the run with its run file and --resume: it is written again."
+    yield from _batches(run, recorded)
+    lost = "The run continues without it; its rollouts are lost."
+    yield from ((check_parquet(path), lost) for path in sorted(run.rollouts.glob("*.parquet")))
+    for name, record in recorded.items():
+        path = run.root / name
+        if path.parent == run.rollouts and not isinstance(check_parquet(path) if path.exists() else None, DamagedFile):
+            yield check_file(path, record.digest), lost
+    for step in run.tokens.steps():
+        yield from ((check, "The run continues without it.") for check in check_directory(run.tokens.path(step)))
+    yield from _checkpoints(run)
+    for version in run.weights.published():
+        again = "The trainer publishes its weights again with --resume."
+        yield from ((check, again) for check in _weights(run.weights.path(version)))
+    for directory in (run.final_model, run.final_adapter):
+        export = f"Export the model again: headrace export {run.root} DIR."
+        yield from ((check, export) for check in check_directory(directory))
+
+
+def _read_journal(path: Path) -> tuple[Path | BadInput | None, dict[str, FileRecord]]:
+    try:
+        with closing(Journal(path, read_only=True)) as journal:
+            journal.refuse_damage()
+            return path if journal.has_checksums else None, journal.files()
+    except BadInput as error:
+        return error, {}
+
+
+def _batches(run: RunDir, recorded: dict[str, FileRecord]) -> Iterator[tuple[Check, str]]:
+    covered = run.latest_checkpoint_step()
+    again = "With --resume its prompts are sampled again, and those of the steps after it."
+    for step in run.batches.steps():
+        path = run.batches.path(step)
+        record = recorded.get(f"{path.parent.name}/{path.name}")
+        recovery = again if step > covered else "A checkpoint covers it: the next --resume deletes it."
+        yield _batch(path) if record is None else check_file(path, record.digest), recovery
+    for name in recorded:
+        path = run.root / name
+        is_needed = path.parent == run.batches.directory and int(path.stem.removeprefix("step-")) > covered
+        if is_needed and not path.exists():
+            yield DamagedFile("missing", file=path), again
+    for version in run.probes.versions():
+        yield _batch(run.probes.path(version)), "The run continues without it."
+
+
+def _batch(path: Path) -> Check:
+    try:
+        check_regular(path)
+        read_batch(path)
+    except DamagedFile as damage:
+        return damage
+    return path
+
+
+def _checkpoints(run: RunDir) -> Iterator[tuple[Check, str]]:
+    steps = sorted(path.parent.name for path in run.checkpoints.glob(f"step-*/{MARKER}"))
+    for marker in sorted(run.checkpoints.rglob(f"step-*/{MARKER}")):
+        checkpoint = marker.parent
+        older = [name for name in steps if name < checkpoint.name]
+        if checkpoint.parent != run.checkpoints or checkpoint.name != steps[-1]:
+            recovery = "The run does not need it to continue."
+        elif older:
+            recovery = f"With --resume the run continues from {older[-1]}."
+        else:
+            recovery = "There is no checkpoint before it: restore it from a copy, or start the run again."
+        for check in check_checkpoint(checkpoint):
+            yield check, recovery
+
+
+def _weights(directory: Path) -> Iterator[Check]:
+    path = directory / MARKER
+    try:
+        marker = read_marker(directory)
+    except DamagedFile as damage:
+        yield damage
+    else:
+        yield path
+        if not (directory / DIGESTS).is_file() and checksum(directory) != marker.checksum:  # of an older version
+            yield DamagedFile("damaged: its files do not match its checksum", file=directory)
+    yield from check_directory(directory)
