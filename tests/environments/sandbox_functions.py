@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,17 @@ def never(text: str, data: Mapping[str, Any]) -> float:
     """A reward that never comes."""
     while True:
         pass
+
+
+def replace_same() -> str:
+    """Tampers with the module for later calls."""
+    globals()["same"] = lambda value: "replaced"
+    return str(same(0))
+
+
+def write_everywhere() -> None:
+    """Forges messages on every open descriptor, and on that for its own result."""
+    for descriptor in range(64):
+        with suppress(OSError):
+            os.write(descriptor, b"\x00\x00\x00\x04\x93\xa6Resu")
+    os._exit(0)

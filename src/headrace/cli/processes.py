@@ -17,6 +17,7 @@ from typing import NoReturn
 from headrace.cli.common import add_resume
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainingConfig
+from headrace.environments.isolation import SandboxSettings, apply_settings
 from headrace.errors import Repaired
 from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.model_shape import adapter_share
@@ -98,6 +99,7 @@ def run_orchestrator(arguments: argparse.Namespace) -> int:
     config = read_sampled_run(arguments.run)
     run = run_directory(config)
     orchestrator = config.orchestrator if isinstance(config, RunConfig) else config.evaluator()
+    apply_settings(SandboxSettings(**config.environments.sandbox.model_dump()))
     with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
         shares_device = arguments.sharing == "alternate"
         over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, shares_device=shares_device)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from headrace.config.base import Config
+from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
 from headrace.config.model import MODEL_ORIGINS, RendererConfig
@@ -148,7 +149,7 @@ class SftConfig(TrainingConfig):
         ),
         ("scheduler.decay_steps", "scheduler.decay_fraction"),
     )
-    TEXT_FOR = {"model": "name", "renderer": "name"}  # noqa: RUF012
+    TEXT_FOR = {"model": "name", "renderer": "name", "environments.sandbox": "kind"}  # noqa: RUF012
 
     data: SftDataConfig
     """The examples to train on."""
@@ -159,6 +160,8 @@ class SftConfig(TrainingConfig):
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, exclude_if=evaluates_nothing)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that `[eval]` samples from. Its model, renderer and seed are the run's."""
+    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
+    """What holds for the environments of `[eval]`."""
     wandb: WandbConfig | None = None
     """Send metrics to Weights & Biases; unset: no."""
     tensorboard: TensorboardConfig | None = None

@@ -20,6 +20,8 @@ from pathlib import Path
 from headrace.safe_text import escape_output
 
 PR_SET_CHILD_SUBREAPER = 36
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment variables for a process that runs one call at a time."""
 
 
 @contextmanager
@@ -90,26 +92,3 @@ def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent ends. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_descendants() -> None:
-    """Kill and reap all descendants of this process. Only on Linux, where they can be listed."""
-    while sys.platform == "linux":
-        kill_descendants(os.getpid())
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def kill_descendants(pid: int) -> None:
-    """Kill all processes below this one, where the system can list them."""
-    pids = [pid]
-    for parent in pids:  # grows during the loop
-        with suppress(OSError):  # it has just ended, or the system has no such list
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as file:
-                    pids += map(int, file.read().split())
-    for descendant in pids[1:]:
-        with suppress(ProcessLookupError):
-            os.kill(descendant, signal.SIGKILL)

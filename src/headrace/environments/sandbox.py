@@ -3,54 +3,62 @@
 Regular expressions, algebra and parsers can run forever on an answer that a model made up, and some of them hold the
 interpreter meanwhile, so that neither a thread nor a timer in the same process can end them.
 
-This is not a security boundary: the code may read and write all that its user may. A process is a plain loop over
-calls, whose method is the import path of a function, so that a function may start an event loop of its own.
+A process is a plain loop over calls, whose method is the import path of a function, so that a function may start an
+event loop of its own. This is no security boundary: the function may read and write all that its user may, and leave
+anything behind for the next call. It is for checkers, which only read what a model wrote.
+
+A sandbox of `untrusted` functions is for those that execute what a model wrote. Its processes run inside bubblewrap
+(`isolation.py`), or have what its fallback has, and every call has a forked process of its own there: it can change
+its own result and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from headrace import imports
-from headrace.environments.channel import HEADER_BYTES, Call, Channel, Failed, Outcome, Result, encode, framed
+import headrace
+from headrace.environments import sandbox_process
+from headrace.environments.cgroup import Cgroup, usable_parent
+from headrace.environments.channel import Channel, Failed, Outcome
 from headrace.environments.child_process import (
-    connect_to_parent,
+    ONE_THREAD,
     describe_exit,
-    kill_descendants,
     kill_group,
     parent_ends,
     resident_mb,
 )
-from headrace.environments.fault import fault_of
-from headrace.safe_text import encodable
+from headrace.environments.code_runner import kill_descendants, usage_of_descendants
+from headrace.environments.isolation import (
+    bubblewrap_command,
+    current_settings,
+    filter_hex,
+    new_user,
+    new_user_outside,
+    register_untrusted,
+)
+from headrace.environments.sandbox_process import SCHEMA, Limits, pack, unpack
 
 START_TIMEOUT_S = 120.0
 """For starting a process, and for importing a function in it."""
 EXIT_TIMEOUT_S = 1.0
 """For a process that has closed its socket to exit by itself, so that its status tells why."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment variables for a process that runs one call at a time."""
 CPU_BOUND_PATIENCE = 10.0
 """`patience` for a checker that computes, while other processes use the CPU."""
 MIN_CPU_POLL_S = 0.05
 """The shortest interval between two readings of a call's CPU time."""
-PROGRAM = f"from {__name__} import main; main()"
-SCHEMA = 2
-NOT_UNICODE = 2
-"""The msgpack extension type of a text with lone surrogates."""
-MAX_ERROR_CHARS = 1000
-"""Characters of an exception's text that are sent; it may quote a whole answer."""
+PACKAGE = Path(headrace.__file__).parent
+PROGRAM = f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from {sandbox_process.__name__} import main; main()"
+DISK_MB, WORKER_MB = 64, 256
+"""For untrusted functions: of their files, and of the memory of the process that they are forked from."""
 
 
 class CallTimeout(Exception):
@@ -75,14 +83,24 @@ class Sandbox:
     """A pool of at most `processes` processes, started on demand. For use in one event loop at a time.
 
     `memory_mb` limits the written memory of each process, where the system enforces that; a call that needs more fails.
-    After `close` the next call starts new processes.
+    With `untrusted` the functions execute what a model wrote; `modules` are the modules that they are in, which are
+    readable there besides Headrace and installed libraries. After `close` the next call starts new processes.
     """
 
-    def __init__(self, processes: int = 2, memory_mb: int | None = 2048) -> None:
+    def __init__(
+        self,
+        processes: int = 2,
+        memory_mb: int | None = 2048,
+        *,
+        untrusted: bool = False,
+        modules: Sequence[str] = (),
+    ) -> None:
         if processes < 1:
             raise ValueError(f"a sandbox needs at least one process, not {processes}")
         self._size = processes
         self._memory_mb = memory_mb
+        self._limits = _limits(memory_mb) if untrusted else None
+        self._modules = modules
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = asyncio.Semaphore(processes)
         self._processes: list[_Process] = []
@@ -136,7 +154,7 @@ class Sandbox:
                 return process
             process.kill("ended while it was idle")
         self._processes = [process for process in self._processes if process.is_running()]
-        process = _Process(self._memory_mb)
+        process = _Process(self._memory_mb, self._limits, self._modules)
         self._processes.append(process)
         await process.start()
         return process
@@ -145,8 +163,10 @@ class Sandbox:
 class _Process:
     """One process, from its start to its end. It executes one call at a time; an interrupted call kills it."""
 
-    def __init__(self, memory_mb: int | None) -> None:
+    def __init__(self, memory_mb: int | None, limits: Limits | None = None, modules: Sequence[str] = ()) -> None:
         self._memory_mb = memory_mb
+        self._limits = limits
+        self._group: Cgroup | None = None
         self._functions: set[str] = set()
         self._killed = False
         self._lost = False
@@ -156,8 +176,9 @@ class _Process:
         self._channel = Channel(self._connection_lost)
         try:
             with parent_ends() as (self._socket, self._lifeline, descriptors):
+                command = [sys.executable, "-c", PROGRAM, *map(str, descriptors)]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, *map(str, descriptors)],
+                    command if limits is None else self._confined(command, limits, modules),
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **ONE_THREAD},
@@ -166,17 +187,33 @@ class _Process:
         except OSError as error:
             raise CallFailed("start", f"no process could be started: {error}") from error
 
+    def _confined(self, command: list[str], limits: Limits, modules: Sequence[str]) -> list[str]:
+        """Return the command line of a process for untrusted functions, and complete its limits."""
+        user = new_user() if limits["contained"] else new_user_outside()
+        self._limits = {**limits, "user": user}
+        if not limits["contained"]:
+            return command
+        files = {str(path): str(path) for path in (PACKAGE, *map(_path_of, modules))}
+        command = bubblewrap_command(command, files, user=user, disk_mb=limits["disk_mb"])
+        if (parent := usable_parent()) is not None:
+            memory_mb = limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB
+            self._group = Cgroup(parent, memory_mb, limits["processes"])
+            command = self._group.command(command)
+        return command
+
     async def start(self) -> None:
         try:
             await self._channel.open(self._socket)
         except BaseException:
             self.kill("could not be connected to")
             raise
-        await self._prepare("start", f"{__name__}:begin", (SCHEMA, sys.path, self._memory_mb))
+        await self._prepare(
+            "start", f"{sandbox_process.__name__}:begin", (SCHEMA, sys.path, self._memory_mb, self._limits)
+        )
 
     async def call(self, function: str, arguments: bytes, timeout: float, patience: float) -> Any:
         if function not in self._functions:
-            await self._prepare(f"import {function}", f"{__name__}:prepare", (function,))
+            await self._prepare(f"import {function}", f"{sandbox_process.__name__}:prepare", (function,))
             self._functions.add(function)
         outcome = await self._request(function, arguments, timeout, patience)
         if outcome is None:
@@ -204,6 +241,8 @@ class _Process:
 
     async def ended(self) -> None:
         await asyncio.to_thread(self._process.wait)
+        if self._group is not None:
+            self._group.remove()
 
     async def _prepare(self, what: str, function: str, arguments: tuple[Any, ...]) -> None:
         outcome = await self._request(function, pack(arguments), START_TIMEOUT_S, failure_kind="start")
@@ -244,6 +283,8 @@ class _Process:
 
     def _cpu_seconds(self) -> float:
         """Return its CPU time so far; wall-clock time where the system does not report it."""
+        if sys.platform == "linux" and self._limits is not None:
+            return usage_of_descendants(self._process.pid).cpu_s  # each call has its own process
         if sys.platform == "linux":
             with suppress(OSError):  # it has just ended
                 return time.clock_gettime(~self._process.pid << 3 | 2)  # Linux's clock id of a process
@@ -252,12 +293,13 @@ class _Process:
     def _result(self, outcome: Outcome) -> Any:
         if isinstance(outcome, Failed):
             fault = outcome.fault
-            if fault.kind == "MemoryError" and resident_mb(self._process.pid) > (self._memory_mb or 0) / 2:
+            held = resident_mb(self._process.pid)
+            if fault.kind == "MemoryError" and self._limits is None and held > (self._memory_mb or 0) / 2:
                 self.kill("was killed: it has no memory left")  # else the next call lacks memory
             raise CallFailed(fault.kind, fault.message, fault.traceback)
         try:
             return unpack(outcome.value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CallFailed(type(error).__name__, str(error)) from error
 
     def _connection_lost(self) -> None:
@@ -275,67 +317,24 @@ class _Process:
         return self._cause
 
 
-def pack(value: Any) -> bytes:
-    """Encode a msgpack value whose texts, except for keys, may have lone surrogates, which UTF-8 cannot encode."""
-    try:
-        return encode(value)
-    except UnicodeEncodeError:
-        return encode(_wrap_texts(value))
+def _limits(memory_mb: int | None) -> Limits:
+    settings = current_settings()
+    return {
+        "memory_mb": min(memory_mb or settings.memory_mb, settings.memory_mb),
+        "disk_mb": DISK_MB,
+        "processes": settings.processes,
+        "timeout": settings.cpu_s,
+        "max_output": settings.output_mb << 20,
+        "contained": register_untrusted(),
+        "filter": filter_hex(),
+    }
 
 
-def _wrap_texts(value: Any) -> Any:
-    if isinstance(value, str) and encodable(value) != value:
-        return msgspec.msgpack.Ext(NOT_UNICODE, value.encode(errors="surrogatepass"))
-    if isinstance(value, dict):
-        return {key: _wrap_texts(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_wrap_texts(entry) for entry in value]
-    return value
-
-
-def _unwrap_text(code: int, content: memoryview) -> str:
-    if code != NOT_UNICODE:
-        raise ValueError(f"an array cannot be passed here: pass a list (msgpack extension type {code})")
-    return bytes(content).decode(errors="surrogatepass")
-
-
-unpack = msgspec.msgpack.Decoder(ext_hook=_unwrap_text).decode
-_calls = msgspec.msgpack.Decoder(Call)
-
-
-@cache
-def import_function(path: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = imports.load(path, "function")
-    return function
-
-
-def begin(schema: int, module_path: list[str], memory_mb: int | None) -> None:
-    """In a process of a sandbox: take the parent's `sys.path` and the memory limit; the first call."""
-    if schema != SCHEMA:
-        raise RuntimeError(f"the parent uses schema {schema}, this process {SCHEMA}: restart the run")
-    sys.path[:] = module_path
-    if memory_mb is not None:  # written memory counts, mapped files do not; only Linux enforces the limit
-        limit, (_, maximum) = memory_mb << 20, resource.getrlimit(resource.RLIMIT_DATA)
-        if maximum == resource.RLIM_INFINITY or limit < maximum:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def prepare(function: str) -> None:
-    """Import a function in advance, so that its import time does not count as call time."""
-    import_function(function)
-
-
-def main() -> None:
-    """In a process of a sandbox: execute calls until the parent closes the socket."""
-    with connect_to_parent() as parent, parent.makefile("rwb") as stream:
-        while header := stream.read(HEADER_BYTES):
-            call = _calls.decode(stream.read(int.from_bytes(header, "big")))
-            try:
-                value = import_function(call.method)(*unpack(call.arguments))
-                response = framed(Result(call.number, msgspec.Raw(pack(value))))
-            except BaseException as error:  # sys.exit() included: it fails its call, not the process
-                fault = fault_of(error)
-                short = msgspec.structs.replace(fault, message=fault.message[:MAX_ERROR_CHARS])
-                response = framed(Failed(call.number, short))
-            stream.write(response)
-            stream.flush()
+def _path_of(module: str) -> Path:
+    """Return the folder of the package that a module is in, or its file if it is in none."""
+    name = module.partition(".")[0]
+    spec = importlib.util.find_spec(name)
+    places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
+    if not places or not os.path.exists(places[0]):
+        raise CallFailed("start", f"module {name} has no files")
+    return Path(places[0])

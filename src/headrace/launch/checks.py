@@ -27,6 +27,7 @@ from headrace.config.orchestrator import EnvConfig
 from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
+from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
 from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, read_shape
@@ -81,10 +82,11 @@ Check = Callable[[Subject], Iterator[BadInput]]
 
 
 def check_run(config: RunConfig | SftConfig, began_with: str | None = None, *, downloads: bool = True) -> Subject:
-    """Run all checks. Raises `BadInput` with all problems, or returns the results.
+    """Run all checks, with the run's sandbox. Raises `BadInput` with all problems, or returns the results.
 
     Without `downloads`, a notice reports data that is not on this machine. With `HF_HUB_OFFLINE` it is a problem.
     """
+    apply_settings(SandboxSettings(**config.environments.sandbox.model_dump()))
     downloads = downloads or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "true", "yes")
     offline = nullcontext() if downloads else hub_offline()
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as scratch, offline:
@@ -201,6 +203,15 @@ def check_completions(subject: Subject) -> Iterator[BadInput]:
             yield BadInput(fact, key=f"{place}.sampling.max_tokens", value=most, fix="Lower it, or raise seq_len.")
 
 
+def check_sandbox(subject: Subject) -> Iterator[BadInput]:
+    """Check that the sandbox works if the run file requires it."""
+    if subject.config.environments.sandbox.kind == "strict":
+        try:
+            uses_bubblewrap()
+        except BadInput as error:
+            yield error
+
+
 def check_environments(subject: Subject) -> Iterator[BadInput]:
     """Check that environments can be created and have tasks, and that their prompts leave room for a completion."""
     for key, entry, defaults, seq_len in _environments(subject.config):
@@ -214,6 +225,8 @@ def check_environments(subject: Subject) -> Iterator[BadInput]:
             sampling = entry.sampling.over(defaults)
             name = f"{entry.name} (evaluation)" if "eval" in key.split(".") else entry.name
             yield from _check_prompt_lengths(subject, name, lengths, seq_len, sampling.max_tokens)
+    if (notice := fallback_notice()) is not None:
+        subject.notices.append(notice)
 
 
 def check_data(subject: Subject) -> Iterator[BadInput]:
@@ -241,6 +254,7 @@ CHECKS: tuple[Check, ...] = (
     check_experts,
     check_own_code,
     check_completions,
+    check_sandbox,
     check_environments,
     check_data,
 )

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from headrace.config.algorithms import hinted_length
 from headrace.config.base import Config, Origins, Tree, sections_at
+from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
@@ -51,7 +52,10 @@ class RunConfig(Config):
         ("trainer.scheduler.decay_steps", "trainer.scheduler.decay_fraction"),
         *ALTERNATIVES,
     )
-    TEXT_FOR = {"model": "name", "orchestrator.algo": "type", "orchestrator.renderer": "name"}  # noqa: RUF012
+    TEXT_FOR = {  # noqa: RUF012
+        **{"model": "name", "orchestrator.algo": "type", "orchestrator.renderer": "name"},
+        "environments.sandbox": "kind",
+    }
     FILLED_FROM = {target: source for source, targets in SHARED.items() for target in targets}  # noqa: RUF012
 
     output_dir: Path
@@ -70,6 +74,8 @@ class RunConfig(Config):
     """Environments, algorithms, batches and evaluation."""
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that samples the policy, and the engine behind it."""
+    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
+    """What holds for all environments."""
     wandb: WandbConfig | None = None
     """Send metrics to Weights & Biases; unset: no."""
     tensorboard: TensorboardConfig | None = None

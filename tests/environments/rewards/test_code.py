@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from headrace.environments import code_runner
 from headrace.environments.base import EpisodeError
-from headrace.environments.rewards import CodeExecution, Rewards, code, code_runner
+from headrace.environments.isolation import SETTINGS_VAR
+from headrace.environments.rewards import CodeExecution, Rewards, code
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import hostile
 from tests.environments.test_workers import until, wait_for_lock
@@ -38,15 +40,18 @@ class Codes:
 
     def __call__(self, **options: Any) -> CodeExecution:
         reward = CodeExecution(**{"timeout": 20.0, **options})
-        reward._sandbox, reward._folder, reward._works = self._first._sandbox, self._folder, True
+        reward._sandbox, reward._folder, reward._working_images = self._first._sandbox, self._folder, {None}
         return reward
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def make() -> AsyncIterator[Codes]:
-    codes = Codes()
-    yield codes
-    await codes._first.close()
+    """Rewards whose solutions can write files outside, by which these tests observe them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SETTINGS_VAR, '{"kind": "rlimit"}')
+        codes = Codes()
+        yield codes
+        await codes._first.close()
 
 
 def answer(code: str) -> str:

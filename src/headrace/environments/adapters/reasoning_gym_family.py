@@ -36,9 +36,8 @@ import msgspec
 import numpy as np
 
 from headrace.environments.adapters import library
-from headrace.environments.child_process import connect_to_parent, describe_exit, parent_ends
+from headrace.environments.child_process import ONE_THREAD, connect_to_parent, describe_exit, parent_ends
 from headrace.environments.fault import fault_of
-from headrace.environments.sandbox import ONE_THREAD
 from headrace.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -111,9 +110,13 @@ def _scorer(family: str, settings: bytes) -> Any:
     return Family(family, msgspec.json.decode(settings)).made(seed=0, size=1)
 
 
+def _prepared_scorer(family: str, settings: dict[str, Any], *answer_and_task: Any) -> Any:
+    return _scorer(family, msgspec.json.encode(settings, order="deterministic"))
+
+
 def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, Any]) -> float:
     """Return the score of an answer by the family's scorer, from 0 to 1. Raises whatever the scorer raises."""
-    scorer = _scorer(family, msgspec.json.encode(settings, order="deterministic"))
+    scorer = _prepared_scorer(family, settings)
     entry = {**task, "metadata": restored(task["metadata"])}
     with contextlib.redirect_stdout(None):  # some of them print
         value = scorer.score_answer(answer, entry)
@@ -121,6 +124,9 @@ def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, An
     if not -SCORE_TOLERANCE <= number <= 1 + SCORE_TOLERANCE:
         raise ValueError(f"the scorer gave {value!r}, which is not from 0 to 1")
     return min(1.0, max(0.0, number))
+
+
+score.before_fork = _prepared_scorer  # type: ignore[attr-defined]  # importing the library takes seconds
 
 
 def as_task(entry: dict[str, Any]) -> dict[str, Any]:

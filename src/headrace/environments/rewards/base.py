@@ -107,10 +107,18 @@ class SandboxReward:
     timeout_counter = "timeouts"
     failure_counter = "failures"
 
-    def __init__(self, timeout: float, processes: int, counts: Counts) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        processes: int,
+        counts: Counts,
+        *,
+        untrusted: bool = False,
+        modules: Sequence[str] = (),
+    ) -> None:
         self.counts = counts
         self._timeout = timeout
-        self._sandbox = Sandbox(processes)
+        self._sandbox = Sandbox(processes, untrusted=untrusted, modules=modules)
 
     async def close(self) -> None:
         await self._sandbox.close()
@@ -129,11 +137,11 @@ class SandboxReward:
 
 
 class _InSandbox(SandboxReward):
-    def __init__(self, function: str, timeout: float, processes: int) -> None:
-        super().__init__(timeout, processes, Counts(function))
+    def __init__(self, function: str, timeout: float, processes: int, untrusted: bool) -> None:
         module, _, self.name = function.partition(":")
         if not (module and self.name):
             raise BadInput("not an import path", key="function", value=function, fix="Write package.module:function.")
+        super().__init__(timeout, processes, Counts(function), untrusted=untrusted, modules=[module])
         self._function = function
 
     async def __call__(self, text: str, data: Data) -> float:
@@ -141,9 +149,12 @@ class _InSandbox(SandboxReward):
         return value
 
 
-def in_sandbox(function: str, timeout: float = 2.0, processes: int = 2) -> Reward:
-    """Return a reward that calls a synchronous function, `package.module:name`, in processes that can be killed."""
-    return _InSandbox(function, timeout, processes)
+def in_sandbox(function: str, timeout: float = 2.0, processes: int = 2, untrusted: bool = False) -> Reward:
+    """Return a reward that calls a synchronous function, `package.module:name`, in processes that can be killed.
+
+    Set `untrusted` if the function executes what the model wrote.
+    """
+    return _InSandbox(function, timeout, processes, untrusted)
 
 
 class _Scaled:

@@ -1,17 +1,15 @@
 """Reward for code that passes the task's tests.
 
-Every test runs in its own process: the solution first, then the test. The process has limits on time, memory, files and
-processes, an empty directory and almost no environment variables, and is killed with all its descendants. A solution
-that exits, prints what a test would, forks, fills its directory, attacks the runner or never ends fails its tests and
-does not fail the rollout. A solution cannot read the expected output of a test: it stays in this process.
+Every solution has its own program that runs the tests (`code_runner.py`), inside bubblewrap where that works
+(`isolation.py`) and in a container where the task brings an image. Every test runs in its own process there: the
+solution first, then the test. The process has limits on time, memory, files and processes, an empty directory and
+almost no environment variables, and is killed with all its descendants. A solution that exits, prints what a test
+would, forks, fills its directory, attacks the runner or never ends fails its tests and does not fail the rollout. A
+solution cannot read the expected output of a test: it stays outside.
 
 An assertion shares an interpreter with the solution, which can cheat: its functions may return an object that equals
 everything, replace what the assertion calls, or take the token that reports success out of its pipe. Use `entry` with
 pairs of input and output where that matters.
-
-This is not a security boundary. A solution can read and write the files, and use the network, of the user that runs it;
-where the system refuses a PID namespace (see `code_runner`), it can also kill every process of that user. Run untrusted
-models in a container.
 """
 
 from __future__ import annotations
@@ -19,25 +17,43 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.environments.child_process import adopt_orphans, end_descendants
+from headrace.environments.arguments import BadArgument
+from headrace.environments.cgroup import Cgroup, usable_parent
+from headrace.environments.child_process import ONE_THREAD, adopt_orphans
+from headrace.environments.code_runner import end_descendants, remove_tree
+from headrace.environments.isolation import (
+    bubblewrap_command,
+    current_settings,
+    filter_hex,
+    new_user,
+    new_user_outside,
+    podman_command,
+    register_untrusted,
+)
 from headrace.environments.rewards.answers import last_block
 from headrace.environments.rewards.base import Counts, Data, SandboxReward, gold_of
-from headrace.environments.rewards.code_runner import remove_tree
 from headrace.environments.rewards.registry import register_with_part
-from headrace.environments.sandbox import CPU_BOUND_PATIENCE, ONE_THREAD, CallFailed, CallTimeout, Sandbox
+from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
 
-RUNNER = Path(__file__).with_name("code_runner.py")
+RUNNER = str(Path(__file__).parents[1] / "code_runner.py")
+RUNNER_INSIDE = "/code_runner.py"
 LANGUAGES = ("python", "py", "python3", "")
 GRACE_S = 30.0
 """Time for starting and cleaning up, besides the tests' own time."""
+READ_BYTES, MAX_ESCAPED = 1 << 16, 6
+"""Bytes of a test's output that the runner reads at once, and those that JSON needs for one of them."""
+OVERHEAD_MB = 64
+"""Memory of the interpreter and the runner, besides what a solution may use."""
 
 
 @register_with_part("code_execution_reward")
@@ -51,7 +67,10 @@ class CodeExecution(SandboxReward):
 
     `timeout` is in seconds of processor time for all tests together; by the clock they may take ten times that.
     Tests that have not passed by then have failed. A solution that blocks or kills the runner scores 0 and is counted
-    in `counts`, as `timeouts` or `failures`.
+    in `counts`, as `timeouts` or `failures`. Limits above those of `[environments.sandbox]` are lowered to them.
+
+    `image_field` is the field of the task that names a container image with `python3`, for podman; the image must have
+    been pulled. Tasks without the field run in this interpreter.
     """
 
     name = "code"
@@ -66,23 +85,32 @@ class CodeExecution(SandboxReward):
         max_output: int = 1 << 20,
         all_or_nothing: bool = False,
         processes: int = 2,
+        image_field: str | None = None,
     ) -> None:
+        if image_field is not None and shutil.which("podman") is None:
+            fact = "tasks with images need podman, which is not installed"
+            raise BadArgument(fact, key="image_field", value=image_field, fix="Install podman.")
+        settings = current_settings()
         too_long = "solutions that blocked the program that runs the tests"
         failed = "solutions that ended the process that runs the tests"
         super().__init__(timeout, processes, Counts(self.name, timeouts=too_long, failures=failed))
         self._tests_field = tests_field
         self._entry = entry
+        self._image_field = image_field
         self._limits = {
-            "timeout": timeout,
+            "timeout": min(timeout, settings.cpu_s),
             "patience": CPU_BOUND_PATIENCE,
-            "memory_mb": memory_mb,
+            "memory_mb": min(memory_mb, settings.memory_mb),
             "disk_mb": disk_mb,
-            "max_output": max_output,
+            "max_output": min(max_output, settings.output_mb << 20),
+            "processes": settings.processes,
+            "contained": register_untrusted(),
+            "filter": filter_hex(),
         }
         self._all_or_nothing = all_or_nothing
         self._sandbox = Sandbox(processes, memory_mb=None)
         self._folder: str | None = None
-        self._works = False
+        self._working_images: set[str | None] = set()
 
     async def __call__(self, text: str, data: Data) -> float:
         entry = None if self._entry is None else data.get(self._entry, self._entry)
@@ -90,8 +118,10 @@ class CodeExecution(SandboxReward):
         tests = [_test(test, entry is not None) for test in ([tests] if isinstance(tests, str) else tests)]
         if not tests:
             raise ValueError(f"the task has no tests under {self._tests_field!r}")
-        await self._check_installation()
-        passed = await self._passed(text, tests, {"entry": entry, **self._limits})
+        image = None if self._image_field is None else data.get(self._image_field)
+        await self._check_installation(image)
+        job = {"entry": entry, "image": image, **self._limits}
+        passed = await self._passed(text, tests, job)
         return float(len(passed) == len(tests) and all(passed)) if self._all_or_nothing else sum(passed) / len(tests)
 
     async def close(self) -> None:
@@ -100,14 +130,14 @@ class CodeExecution(SandboxReward):
         if folder is not None:  # a solution that was killed with the runner may have left files
             await asyncio.to_thread(remove_tree, folder)
 
-    async def _check_installation(self) -> None:
-        """Run a trivial test once: with a broken installation all solutions would seem to fail."""
-        if not self._works:
+    async def _check_installation(self, image: str | None) -> None:
+        """Run a trivial test once: with a broken installation, or no such image, all solutions would seem to fail."""
+        if image not in self._working_images:
             easy = {"kind": "assert", "code": "assert True"}
-            job = {**self._limits, "entry": None, "timeout": GRACE_S}
+            job = {**self._limits, "entry": None, "image": image, "timeout": GRACE_S}
             if await self._run("```\npass\n```", [easy], job) != [True]:
                 raise RuntimeError("the test runner does not work; see its log above")
-            self._works = True
+            self._working_images.add(image)
 
     async def _passed(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
         """Return which tests pass; an empty list if the solution stops the runner."""
@@ -166,23 +196,45 @@ def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
     adopt_orphans()
     os.makedirs(folder, exist_ok=True)  # a solution may have removed it
     directory = tempfile.mkdtemp(dir=folder)
+    most = len(job["tests"]) * MAX_ESCAPED * (job["max_output"] + READ_BYTES)
+    parent = usable_parent() if job["contained"] and not job["image"] else None
+    group = Cgroup(parent, job["memory_mb"] + 2 * job["disk_mb"] + OVERHEAD_MB, job["processes"]) if parent else None
     try:
+        command, variables = _command(job, directory)
         runner = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", str(RUNNER)],
+            group.command(command) if group else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD},
+            env=variables,
             start_new_session=True,
         )
         assert runner.stdin is not None and runner.stdout is not None
         with runner:
             runner.stdin.write(json.dumps(job).encode() + b"\n")
             runner.stdin.flush()  # and left open: the runner ends, with all that it runs, when this process does
-            answer = runner.stdout.read()
+            answer = runner.stdout.read(most)
             return runner.wait(), answer
     finally:
         end_descendants()
         remove_tree(directory)
+        if group:
+            group.remove()
+
+
+def _command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapping[str, str]]:
+    """Return the runner's command line and environment variables, and complete its job."""
+    python, files = ["python3", "-I", "-X", "utf8", RUNNER_INSIDE], {RUNNER_INSIDE: RUNNER}
+    disk_mb = job["disk_mb"] + 1 + max(4 * len(test.get("input", "")) >> 20 for test in job["tests"])
+    if job["image"]:
+        job |= {"contained": True, "user": None}
+        limits = {"memory_mb": job["memory_mb"], "processes": job["processes"]}
+        return podman_command(job["image"], python, files, disk_mb=disk_mb, **limits), os.environ
+    python[0] = sys.executable
+    if job["contained"]:
+        job["user"] = new_user()
+        return bubblewrap_command(python, files, user=job["user"], disk_mb=disk_mb), os.environ
+    job["user"] = new_user_outside()
+    return [*python[:-1], RUNNER], {"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD}
 
 
 def _agrees(kind: str, result: str, wanted: Any) -> bool:

@@ -23,7 +23,7 @@ class ReasoningGymReward(SandboxReward):
 
     def __init__(self, timeout: float = 5.0, processes: int = 2) -> None:
         counts = Counts("reasoning_gym_reward", scorer_errors="answers that a scorer failed on")
-        super().__init__(timeout, processes, counts)
+        super().__init__(timeout, processes, counts, untrusted=True)  # some scorers evaluate the answer
 
     async def __call__(self, text: str, data: Data) -> float:
         parsed = format_of(data).parse(text)

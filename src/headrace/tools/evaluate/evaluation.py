@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.environments.base import Environment, tasks_of
+from headrace.environments.isolation import fallback_notice
 from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput, Failure
@@ -51,6 +52,8 @@ async def evaluate(
 ) -> list[EvaluationOutcome]:
     """Evaluate all candidates; return their outcomes in order."""
     environment = load_environment(evaluation.env, evaluation.args)
+    if (notice := fallback_notice()) is not None:
+        log.warning("%s", notice)
     examples = select_examples(environment, evaluation)
     started_here = 0
     for candidate in candidates:  # refuse invalid settings before the first episode

@@ -2,13 +2,15 @@
 
 It reads one line of JSON from its standard input and writes one. It does not execute the solution itself: every test
 runs in a forked process with limits, a temporary directory, and nothing to read but the test's input. The descendants
-of that process are killed with it; all processes end when the standard input closes.
+of that process are watched and killed with it; all processes end when the standard input closes.
 
-Where Linux allows it, the tests run in a PID namespace: a solution then sees, and can signal, nothing outside of it,
-and cannot stop or kill this program. Where that is refused, as in many containers, and on other systems, a solution can
+With `contained` in the job it runs inside bubblewrap or a container (`isolation.py`), as the first process of a PID
+namespace. Otherwise it enters one itself where Linux allows it: a solution can then signal nothing outside of it, and
+cannot stop or kill this program. Where that is refused, as in many containers, and on other systems, a solution can
 signal whatever its user can: `os.kill(-1, 9)` ends every process of the user.
 
-The expected output of a test is never sent to this program or its children.
+The expected output of a test is never sent to this program or its children. The functions that confine a process and
+end its descendants also serve the processes of `sandbox.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import resource
 import select
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import threading
@@ -27,7 +30,7 @@ import time
 from contextlib import suppress
 from math import ceil
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 LINUX = sys.platform == "linux"
 FIRST_POLL_S, MAX_POLL_S = 0.001, 0.05
@@ -35,14 +38,33 @@ FIRST_POLL_S, MAX_POLL_S = 0.001, 0.05
 REPORT, SECRET = 3, 4
 """Descriptors of a test's process: for its report (passed, or the return value), and for reading its token."""
 TOKEN_BYTES = 32
-SPARE_TASKS = 512
-"""Processes and threads that a solution may add to those of its user. A superuser may have no limit."""
 SMALLEST_ENTRY = 4096
 """Bytes of disk that a file or a directory counts as at least."""
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+SECCOMP_MODE_FILTER = 2
+CAPABILITIES_V3 = 0x20080522
+"""The version of the structures of `capset`."""
+MAX_OPEN_FILES = 256
+"""Per process: open files can hold memory that no other limit counts."""
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 
+LIBC = ctypes.CDLL(None, use_errno=True)
+
 Job = dict[str, Any]
+
+
+class _FilterProgram(ctypes.Structure):
+    """The kernel's `struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+class Usage(NamedTuple):
+    """What all descendants of a process use: tasks (processes and threads), resident bytes, seconds of CPU time."""
+
+    tasks: int = 0
+    memory: int = 0
+    cpu_s: float = 0.0
 
 
 class Clock:
@@ -56,6 +78,8 @@ class Clock:
         self._seconds = seconds
         self._began = time.monotonic()
         self._patience = patience if LINUX else 1.0
+        self.running = 0.0
+        """CPU time of the running test's processes when they were last looked at."""
 
     def is_over(self, pid: int) -> bool:
         """Return whether it is used up by the running test and the processes that have ended."""
@@ -65,7 +89,7 @@ class Clock:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         used = ended.ru_utime + ended.ru_stime
         with suppress(OSError):  # it has ended, and been waited for
-            used += time.clock_gettime(~pid << 3 | 2)  # how Linux numbers the clocks of processes
+            used += max(self.running, time.clock_gettime(~pid << 3 | 2))  # how Linux numbers the clocks of processes
         return used >= self._seconds
 
 
@@ -93,7 +117,9 @@ def run_test(job: Job, test: dict[str, Any], clock: Clock) -> str | None:
         status, written = _watch(pid, reading, directory, job, clock)
     finally:
         os.close(reading)
-        _end_descendants(pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        end_descendants()
         remove_tree(directory)
     if test["kind"] == "program":
         return written.decode(errors="replace") if status == 0 else None
@@ -104,6 +130,7 @@ def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tu
     """Wait for a process within its limits; return its exit status (None if it exceeded them) and its output."""
     written, status, pause = bytearray(), None, FIRST_POLL_S
     watched = [sys.stdin.fileno(), reading]
+    clock.running, next_look = 0.0, time.monotonic() + MAX_POLL_S
     while not clock.is_over(pid) and len(written) <= job["max_output"]:
         ready = select.select(watched, [], [], pause if status is None else 0)[0]
         if sys.stdin.fileno() in ready:  # closed: the parent has ended
@@ -117,10 +144,14 @@ def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tu
             return status, bytes(written)
         elif (ended := os.waitpid(pid, os.WNOHANG))[0]:
             status = os.waitstatus_to_exitcode(ended[1])
-        elif pause == MAX_POLL_S and _is_fuller(directory, job["disk_mb"] << 20):
-            break
         else:
             pause = min(2 * pause, MAX_POLL_S)
+        if status is None and time.monotonic() >= next_look:
+            usage = usage_of_descendants(os.getpid())
+            clock.running = usage.cpu_s
+            if exceeds(usage, job) or _is_fuller(directory, job["disk_mb"] << 20):
+                break
+            next_look = time.monotonic() + MAX_POLL_S
     return None, b""
 
 
@@ -160,23 +191,77 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
 def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_program: bool) -> None:
     """Give the process its own session, directory, limits and descriptors."""
     os.setsid()
-    if LINUX:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
     os.chdir(directory)
     os.environ.update(HOME=directory, TMPDIR=directory)
     _take_descriptors(*descriptors, is_program=is_program)
+    give_up_rights(job, directory)
+
+
+def give_up_rights(job: Job, directory: str | None = None) -> None:
+    """In a process that will run untrusted code: set limits, user, capabilities and filter, which children inherit.
+
+    Outside of a container the user may be another one than that of the parent, and then owns the `directory`.
+    """
+    _limit_resources(job)
+    if job["user"] is not None and not job["contained"]:
+        if directory is not None:
+            os.chown(directory, job["user"], job["user"])
+        _change_user(job["user"])
+    if LINUX:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by the change of user
+        LIBC.prctl(PR_SET_DUMPABLE, 1)
+        LIBC.capset(struct.pack("Ii", CAPABILITIES_V3, 0), bytes(24))  # a superuser without privileges
+    if job["filter"] is not None:
+        _install_filter(bytes.fromhex(job["filter"]))
+
+
+def _limit_resources(job: Job) -> None:
+    """Set limits. RLIMIT_AS also counts shared mappings; it adds to what is mapped already."""
     limits = {
         resource.RLIMIT_CPU: ceil(job["timeout"]) + 1,
         resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
     }
-    if LINUX:  # elsewhere the first is not enforced, and the second not available
-        limits |= {resource.RLIMIT_DATA: job["memory_mb"] << 20, resource.RLIMIT_NPROC: job["tasks"]}
+    if LINUX:  # elsewhere the first two are not enforced, and the third is not available
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        memory = job["memory_mb"] << 20
+        others = 0 if job["contained"] or job["user"] is not None or os.geteuid() == 0 else _tasks_of_user()
+        limits |= {
+            resource.RLIMIT_DATA: memory,
+            resource.RLIMIT_AS: mapped + memory,
+            resource.RLIMIT_NPROC: others + job["processes"],
+        }
     for kind, value in limits.items():
         most = resource.getrlimit(kind)[1]
         least = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(kind, (least, least))
+
+
+def _install_filter(program: bytes) -> None:
+    """Have the kernel refuse system calls by a program of `seccomp.py`, in this process and its children."""
+    installed = _FilterProgram(len(program) // 8, program)
+    zero = ctypes.c_ulong(0)
+    if LIBC.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero) or LIBC.prctl(
+        PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(installed)
+    ):
+        raise OSError(ctypes.get_errno(), "the filter of system calls cannot be installed")
+
+
+def enter_container(user: int | None) -> None:
+    """As the first process inside bubblewrap: give up the superuser for `user`, and end with the process outside."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that Python handles, and so could come from inside
+    if user is not None:
+        _change_user(user)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by the change of user
+    LIBC.prctl(PR_SET_DUMPABLE, 0)  # no other process inside can read its memory or use its descriptors
+
+
+def _change_user(user: int) -> None:
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool) -> None:
@@ -191,28 +276,78 @@ def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool
     sys.stderr = os.fdopen(2, "w")
 
 
-def _end_descendants(pid: int) -> None:
-    """Kill the test's process with its group, and its descendants that have left the group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def end_descendants() -> None:
+    """Kill and reap all descendants of this process. On Linux orphans are among them, if it adopts those."""
+    pause = FIRST_POLL_S
     while True:
-        for child in _children():
+        if LINUX and os.getpid() == 1:
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+                os.kill(-1, signal.SIGKILL)  # everything in the namespace, at once
+        else:
+            kill_descendants(os.getpid())
         try:
-            os.waitpid(-1, 0)
+            while os.waitpid(-1, 0 if not LINUX else os.WNOHANG)[0]:
+                pass
         except ChildProcessError:
             return
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_POLL_S)
 
 
-def _children() -> list[int]:
-    """Return the children; on Linux orphans are among them. The first process of a namespace can signal all (-1)."""
-    if not LINUX:
-        return []
-    if os.getpid() == 1:
-        return [-1]
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+def kill_descendants(pid: int) -> None:
+    """Kill all processes below this one, where the system can list them.
+
+    They are stopped first, until no new ones appear: what is stopped starts no process.
+    """
+    stopped: set[int] = set()
+    while new := set(descendants(pid)) - stopped:
+        for descendant in new:
+            with suppress(ProcessLookupError):
+                os.kill(descendant, signal.SIGSTOP)
+        stopped |= new
+    for descendant in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(descendant, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below this one, as /proc numbers them; none where the system has no such list."""
+    found = [int(os.readlink("/proc/self")) if LINUX and pid == os.getpid() else pid]
+    for parent in found:  # grows during the loop
+        with suppress(OSError):  # it has just ended
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+    return found[1:]
+
+
+def usage_of_descendants(pid: int) -> Usage:
+    """Return what the processes below this one use, with the CPU time of children that they have waited for."""
+    usage, tick_s, page = Usage(), 1 / os.sysconf("SC_CLK_TCK"), resource.getpagesize()
+    for descendant in descendants(pid):
+        with suppress(OSError), open(f"/proc/{descendant}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+            cpu_s = tick_s * sum(map(int, fields[11:15]))
+            tasks, memory = int(fields[17]), int(fields[21]) * page
+            usage = Usage(usage.tasks + tasks, usage.memory + memory, usage.cpu_s + cpu_s)
+    return usage
+
+
+def exceeds(usage: Usage, job: Job) -> bool:
+    """Return whether the descendants of this process have too many tasks or too much memory."""
+    if usage.tasks > job["processes"]:
+        return True
+    most: int = job["memory_mb"] << 20
+    return usage.memory > most and sum(map(_memory_share, descendants(os.getpid()))) > most
+
+
+def _memory_share(pid: int) -> int:
+    """Return a process's memory in bytes, with its share of pages that it has in common with others."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/smaps_rollup") as file:
+        return int(file.read().partition("\nPss:")[2].split()[0]) << 10
+    with suppress(OSError), open(f"/proc/{pid}/statm") as file:  # it does not let itself be read
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0  # it has just ended
 
 
 def _is_fuller(directory: str, most: int) -> bool:
@@ -256,14 +391,16 @@ def _tasks_of_user() -> int:
 def _enter_namespace() -> None:
     """Enter a PID namespace, of which the next child is the first process; all others there end with it."""
     user, group = os.geteuid(), os.getegid()
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID):
+    if LIBC.unshare(CLONE_NEWPID | (CLONE_NEWUSER if user else 0)):
         raise OSError(ctypes.get_errno(), "no namespace")
+    if user == 0:  # who needs no user namespace, and changes to a user that would not exist there
+        return
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
 
 
-def _may_enter_namespace() -> bool:
+def may_enter_namespace() -> bool:
     """Return whether a namespace is allowed, tried in a child, since a failed attempt cannot be undone."""
     if (pid := os.fork()) == 0:
         status = 1
@@ -279,9 +416,9 @@ def _may_enter_namespace() -> bool:
 
 def _isolate() -> None:
     """Isolate this program from the solution as far as the system allows."""
-    call = ctypes.CDLL(None).prctl
+    call = LIBC.prctl
     call(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if _may_enter_namespace():
+    if may_enter_namespace():
         _enter_namespace()
         if (first := os.fork()) != 0:
             call(PR_SET_DUMPABLE, 0)
@@ -294,8 +431,9 @@ def _isolate() -> None:
 
 def main() -> None:
     job: Job = json.loads(sys.stdin.buffer.readline())
-    if LINUX:
-        job["tasks"] = _tasks_of_user() + SPARE_TASKS
+    if job["contained"]:
+        enter_container(job["user"])
+    elif LINUX:
         _isolate()
     clock = Clock(job["timeout"], job["patience"])
     try:
