@@ -2,6 +2,8 @@
 
 import copy
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +118,50 @@ def test_activations_are_exact_at_the_ends_of_the_exponential_and_keep_nan() -> 
         kernels.rows(gate), kernels.rows(ones), gated.data_ptr(), 1, gate.shape[-1], 1
     )
     torch.testing.assert_close(gated, torch.nn.functional.silu(gate), atol=1e-33, rtol=1e-6, equal_nan=True)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    kernels.load_kernels.cache_clear()
+    yield tmp_path / "compiled/c"
+    kernels.load_kernels.cache_clear()
+
+
+def test_kernels_are_compiled_once_for_all_processes(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.load_kernels() is not None
+    (library,) = empty_cache.iterdir()
+    kernels.load_kernels.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_compile", lambda compiler: pytest.fail("compiled again"))
+        assert kernels.load_kernels() is not None
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-g"))
+    kernels.load_kernels.cache_clear()
+    assert kernels.load_kernels() is not None
+    assert library.exists()
+    assert len(list(empty_cache.iterdir())) == 2
+
+
+def test_a_damaged_library_in_the_cache_is_compiled_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.load_kernels() is not None
+    (library,) = empty_cache.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # the file that is loaded stays as it is
+    library.write_bytes(whole[:100] + bytes(len(whole) - 100))
+    compiled, compile_again = [], kernels._compile
+    monkeypatch.setattr(kernels, "_compile", lambda compiler: compiled.append(compiler) or compile_again(compiler))
+    for _ in range(2):
+        kernels.load_kernels.cache_clear()
+        assert kernels.load_kernels() is not None
+    assert len(compiled) == 1
+
+
+def test_a_cache_directory_that_cannot_be_written_is_not_needed(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
+    assert kernels.load_kernels() is not None
 
 
 def test_a_compiler_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

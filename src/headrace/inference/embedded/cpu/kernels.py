@@ -1,25 +1,33 @@
-"""The functions of `kernels.c` and `products.c`, compiled once per process by the machine's C compiler, for its CPU.
+"""The functions of `kernels.c` and `products.c`, compiled by the machine's C compiler, for its CPU.
 
-Compilation takes about a second, and no file is kept that could be out of date. The kernels have a thread pool of their
-own (see `thread_pool.c`): OpenMP's threads, which torch uses, wait for each other, however busy the cores are.
+Compilation takes more than a second, so the library is kept in the cache directory, under a name that has a digest of
+all that it depends on and one of its content. The kernels have a thread pool of their own (see `thread_pool.c`):
+OpenMP's threads, which torch uses, wait for each other, however busy the cores are.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
+from headrace.machine import cache_directory
+
 log = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "thread_pool.c")]
+HEADER = Path(__file__).with_name("kernels.h")
+CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"),
     *("-pthread", "-fPIC", "-shared"),
@@ -85,7 +93,7 @@ def load_kernels() -> ctypes.CDLL | None:
     errors = []
     for compiler in compilers:
         try:
-            return _compile(compiler)
+            return _load_compiled(compiler) or _compile(compiler)
         except (OSError, subprocess.SubprocessError) as error:
             output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
             errors.append(f"{compiler} failed: {output.strip()[-500:]}")
@@ -94,12 +102,58 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str) -> ctypes.CDLL:
-    """Compile the kernels; raises OSError also if the temporary folder does not allow execution."""
+    """Compile the kernels and keep them; raises OSError also if no folder allows execution."""
     with tempfile.TemporaryDirectory() as folder:
-        library = os.path.join(folder, "kernels.so")
-        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", library, "-lm"]
+        library = Path(folder) / "kernels.so"
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(library), "-lm"]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
-        loaded = ctypes.CDLL(library)
+        loaded = _load(library)
+        content = library.read_bytes()
+    target = _cache() / f"{_digest_of_inputs(compiler)}-{_digest(content)}.so"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as draft:
+            draft.write(content)
+        os.chmod(draft.name, 0o644)
+        os.replace(draft.name, target)
+    except OSError as error:  # the next process compiles them, too
+        log.info("compiled kernels are not kept: %s", error)
+    return loaded
+
+
+def _load_compiled(compiler: str) -> ctypes.CDLL | None:
+    """Load the library that was compiled from the same inputs, if its content is what was written."""
+    for library in _cache().glob(f"{_digest_of_inputs(compiler)}-*.so"):
+        with suppress(OSError):  # another user's, or the folder does not allow execution
+            if library.stem.endswith(f"-{_digest(library.read_bytes())}"):
+                return _load(library)
+    return None
+
+
+def _cache() -> Path:
+    return cache_directory() / "compiled" / "c"
+
+
+def _digest_of_inputs(compiler: str) -> str:
+    """Return a digest of sources, flags, compiler and CPU, for whose instructions the code is."""
+    resolved = Path(compiler).resolve()
+    facts = resolved.stat()
+    first_cpu = CPU_INFO.read_text().split("\n\n")[0].splitlines() if CPU_INFO.is_file() else []
+    # Other lines change from one reading to the next, such as the frequency.
+    cpu = [line for line in first_cpu if line.lower().startswith(("flags", "features", "model", "cpu part", "vendor"))]
+    inputs = (FLAGS, resolved, facts.st_size, facts.st_mtime_ns, platform.machine(), platform.processor(), cpu)
+    return _digest(repr(inputs).encode(), *(path.read_bytes() for path in (*SOURCES, HEADER)))
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library))
     for name, signature in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, None
