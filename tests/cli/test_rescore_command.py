@@ -101,7 +101,7 @@ class Run:
             batch.groups.append(await self.processing.process_group(group, played))
             self.draws += 1
         await self.processing.process_batch(batch)
-        write_rollouts(self.dir.rollouts, step, batch.kept, batch.dropped, keep_last=10)
+        write_rollouts(self.dir.rollouts, step, batch.kept, batch.dropped)
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_echo_is_refused_where_the_authors_are_unknown(tmp_path: Path):
     samples = make_rollout(1.0, 4, turns=2, tool_tokens=2, roles_known=False)
     samples.env, samples.group_id, samples.credited = "copy", "0-0", 1
     samples.samples[0].set_stream("advantages", [1.0] * len(samples.samples[0]))
-    write_rollouts(run.dir.rollouts, 1, [samples], [], keep_last=1)
+    write_rollouts(run.dir.rollouts, 1, [samples], [])
     assert refused_key(run, "--algo", "echo") == "--algo"
 
 
@@ -312,7 +312,7 @@ def test_a_run_without_rollouts_is_refused(tmp_path: Path, capsys: pytest.Captur
     run = Run(tmp_path / "run")
     assert "headrace: " in (message := refusal(capsys, run)) and "/rollouts: " in message
     unfinished = Rollout(env="copy", group_id="0-0", reward=1.0)
-    write_rollouts(run.dir.rollouts, 1, [], [(unfinished, "off_policy")], keep_last=1)
+    write_rollouts(run.dir.rollouts, 1, [], [(unfinished, "off_policy")])
     assert "1 off_policy" in refusal(capsys, run)
 
 

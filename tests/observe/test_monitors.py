@@ -66,7 +66,7 @@ def dump(run: RunDir, step: int, rewards: tuple[float, ...] = (0.0, 0.5, 1.0)) -
     """The file of a step with one kept rollout per reward, one that was filtered and one that failed."""
     kept = [rollout_of(reward) for reward in rewards]
     dropped = [(rollout_of(0.25), "repetition"), (Rollout(env="e", error=RolloutError("timeout")), "timeout")]
-    write_rollouts(run.rollouts, step, kept, dropped, keep_last=100)
+    write_rollouts(run.rollouts, step, kept, dropped)
 
 
 def rollout_of(reward: float) -> Rollout:

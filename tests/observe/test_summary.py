@@ -148,7 +148,7 @@ def mixture(run: RunDir) -> RunDir:
     broken, once = (RolloutError("environment", text) for text in ("KeyError: 'question'", "ZeroDivisionError"))
     lost = [(Rollout(env="maze", error=error), "environment") for error in (broken, once, broken)]
     lost.append((Rollout(env="words", error=RolloutError("on_policy")), "on_policy"))  # cancelled: nothing to tell
-    write_rollouts(run.rollouts, 14, [], lost, keep_last=10)
+    write_rollouts(run.rollouts, 14, [], lost)
     return run
 
 
@@ -181,7 +181,7 @@ def test_every_reason_for_failures_is_reported_with_its_message(
 ) -> None:
     reasons = [("reward_failed", "reward 'a': KeyError: 1")] * 2 + [("reward_timeout", "reward 'b': it took too long")]
     lost = [(Rollout(env="words", error=RolloutError(*reason)), reason[0]) for reason in reasons]
-    write_rollouts(mixture.rollouts, 13, [], lost, keep_last=10)
+    write_rollouts(mixture.rollouts, 13, [], lost)
     assert main(["summary", str(mixture.root)]) == 0
     message = [line.strip() for line in capsys.readouterr().out.splitlines() if " failed" in line and "words" in line]
     assert message == [

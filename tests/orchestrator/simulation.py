@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,9 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
-from headrace.transport.journal import Journal
+from headrace.tools.audit.replay import compare_draws
+from headrace.tools.audit.report import Report
+from headrace.transport.journal import NOT_TRAINABLE, Entries, Journal
 
 DEADLINE = 90 * 86400.0
 """Simulated seconds within which every run must end."""
@@ -142,6 +144,8 @@ class Simulation:
         self.kills = kills
         self.processes = 0
         self.shipped: dict[int, list[int]] = {}
+        self.saved: dict[int, Counter[str]] = {}
+        """By draw, the rollouts that were written with the commit of its outcome, by drop reason; empty: shipped."""
         self.groups: set[str] = set()
         """Of training, over all processes."""
         self.evals_opened = self.evals_closed = 0
@@ -262,11 +266,25 @@ class Simulation:
                 for agent, reward in rewards:
                     replayed.learn(agent, reward)
         self._check_curriculum()
+        self._check_saved()
         stored = journal.algorithm_states().get("stateful")
         assert (msgspec.json.decode(stored.json) if stored else {}) == replayed.state()
 
+    def _check_saved(self) -> None:
+        """Every rollout that the journal counts was written with the commit that counts it."""
+        for outcomes in self.journal.outcomes().values():
+            for outcome in outcomes:
+                saved = self.saved.get(outcome.draw, Counter())
+                assert saved.total() == outcome.rollouts
+                assert {reason: count for reason, count in saved.items() if reason not in ("", NOT_TRAINABLE)} == (
+                    outcome.drops
+                )
+
     def _check_curriculum(self) -> None:
-        """Its state is a fold over the journal."""
+        """Its state is a fold over the journal, and every draw follows from what its sampler had observed."""
+        report = Report()
+        compare_draws(self.train_tasks(), 0, self.journal, report)
+        assert report.problems == []
         folded, live = TrainSource(self.train_tasks(), 0), self.process.source
         for lesson in self.journal.lessons():
             folded.add_lesson(lesson)
@@ -403,7 +421,7 @@ class _Process:
         """The disk finishes what it was given, then takes what may be committed of the rest."""
         while self.on_disk:
             await self.on_disk.popleft()()
-        self.world.journal.commit(self.pipeline.buffer.take_entries(self.world.now))
+        await self._commit(self.pipeline.buffer.take_entries(self.world.now))
 
     # -- hands ----------------------------------------------------------------------------------------------------
 
@@ -515,14 +533,22 @@ class _Process:
         self.world.at(self.disk_free_at, write)
 
     async def _ship(self, ship: Ship) -> None:
+        self._save(ship.entries, ship.batch.kept)
         self.world.journal.commit(ship.entries, shipped=ship.step)
         assert ship.step not in self.world.shipped
         self.world.shipped[ship.step] = list(dict.fromkeys(rollout.draw_id for rollout in ship.batch.kept))
         self.world.trainer.look()
         await self.handle(Shipped(ship.step))
 
-    async def _commit(self, entries: Any) -> None:
+    async def _commit(self, entries: Entries) -> None:
+        self._save(entries)
         self.world.journal.commit(entries)
+
+    def _save(self, entries: Entries, kept: Sequence[Rollout] = ()) -> None:
+        for outcome in entries.outcomes:  # of a step that is repeated, the last counts
+            self.world.saved[outcome.draw] = Counter()
+        for rollout, reason in [*((rollout, "") for rollout in kept), *entries.dropped]:
+            self.world.saved[rollout.draw_id][reason] += 1
 
     # -- what must hold at every step -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.orchestrator.audit import find_violations
+from headrace.rollout.batch import Batch
 from headrace.rollout.digest import digest_of
 from headrace.transport.checkpoint_files import TENSORS, XXH3, BlockDigests, CheckpointMarker
 from headrace.transport.files import MARKER, link_tree
@@ -28,7 +29,9 @@ def run(tmp_path: Path) -> RunDir:
         ]
         for outcome in outcomes:
             totals.add(outcome)
+        run.batches.prepare(Batch(step, 0, [], [drawn[0].id]))
         journal.commit(Entries(drawn, outcomes, totals.copy()), shipped=step)
+        run.batches.announce(step)
     journal.commit(Entries([Draw(4, "env", "key4", 4)], [], totals))
     journal.close()
     run.metrics.touch()
@@ -49,6 +52,8 @@ def test_a_run_that_adds_up_has_nothing_to_report(run: RunDir, capsys: pytest.Ca
     assert main(["audit", str(run.root)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "       1 drawn", "       2 dropped: off_policy", "       2 shipped", "everything adds up",
+        "not checked: rollouts of steps 1 to 2: the run keeps only the newest",
+        "not checked: credit, states and draws: there is no config.toml",
     ]  # fmt: skip
 
 

@@ -137,7 +137,7 @@ async def test_a_failure_arrives_as_a_rollout_that_names_its_reason(do: str, rea
 async def test_whatever_an_environment_says_can_be_recorded(do: str, reason: str, detail: str, tmp_path: Path):
     rollout = await outcome(do)
     assert rollout.error == RolloutError(reason, detail)
-    write_rollouts(tmp_path, 1, [], [(rollout, reason)], keep_last=1)
+    write_rollouts(tmp_path, 1, [], [(rollout, reason)])
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, odd in ODD.items() for value in odd])
@@ -152,7 +152,7 @@ async def test_whatever_an_environment_returns_can_be_recorded(field: str, value
     dispatcher = Dispatcher({("train", "env"): EpisodeRunner(Odd(), NoModel(), None)}, arrivals.put_nowait)
     dispatcher.start(Episode(0, Kind.TRAIN, Group("g", Task("env", {}), 1, 0), 0))
     (rollout,) = (await asyncio.wait_for(arrivals.get(), 5)).rollouts
-    write_rollouts(tmp_path, 1, [], [(rollout, "any")], keep_last=1)
+    write_rollouts(tmp_path, 1, [], [(rollout, "any")])
     assert rollout.error is None or rollout.error.reason in ("invalid_reward", "invalid_rollout")
 
 

@@ -181,7 +181,8 @@ class Pipeline:
             "model": {"name": str(model)},
             "orchestrator": settings,
         }
-        self.config = validate(RunConfig, tree, "test")[0].orchestrator
+        self.run_config = validate(RunConfig, tree, "test")[0]
+        self.config = self.run_config.orchestrator
         self.engine = StandInEngine(model, self.run)
         self.trainer = StandInTrainer(self.run)
 

@@ -257,7 +257,7 @@ async def test_whatever_scoring_does_costs_the_group_and_can_be_recorded(
     [(dropped, why)] = scored.dropped
     assert dropped.error is not None
     assert (why, dropped.error.detail) == (reason, words)
-    write_rollouts(tmp_path, 1, [], scored.dropped, keep_last=1)
+    write_rollouts(tmp_path, 1, [], scored.dropped)
 
 
 async def test_scores_of_any_kind_of_number_are_floats():

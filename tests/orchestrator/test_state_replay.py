@@ -10,6 +10,7 @@ import pytest
 from headrace.algorithms.rae import Rae
 from headrace.cli.main import main
 from headrace.orchestrator.audit import find_state_violations, replay_state, states_before
+from headrace.rollout.batch import Batch
 from headrace.rollout.types import Group, Rollout, Task
 from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.rollout_files import write_rollouts
@@ -72,6 +73,8 @@ async def test_baselines_after_kills_are_those_of_all_credits_that_count(monkeyp
 def test_the_audit_of_a_run_with_rae_looks_at_its_baselines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = Run(tmp_path / "run", Rae(decay=0.5), RAE)
     journal_at(run.dir.journal).close()
+    run.dir.batches.prepare(Batch(1, 0, [], [0, 1, 2, 3]))
+    run.dir.batches.announce(1)
     assert main(["audit", str(run.dir.root)]) == 0
     with sqlite3.connect(run.dir.journal) as db:
         db.execute("""UPDATE algorithms SET state = '{"a": 2.5}'""")
@@ -85,8 +88,8 @@ def saved(tmp_path: Path) -> RunDir:
     run = Run(tmp_path / "run", Rae(decay=0.5), RAE)
     journal_at(run.dir.journal).close()
     groups = {draw: asyncio.run(played(run, draw)) for draw in CREDITED}
-    write_rollouts(run.dir.rollouts, 1, [*groups[0], *groups[2]], [], keep_last=9)
-    write_rollouts(run.dir.rollouts, 2, groups[1], [], keep_last=9)
+    write_rollouts(run.dir.rollouts, 1, [*groups[0], *groups[2]], [])
+    write_rollouts(run.dir.rollouts, 2, groups[1], [])
     return run.dir
 
 

@@ -30,7 +30,7 @@ def turn(prompt: list[int], completion: list[int]) -> Turn:
 
 
 def saved(directory: Path, *rollouts: Rollout, dropped: tuple[tuple[Rollout, str], ...] = ()) -> list[SavedRollout]:
-    write_rollouts(directory, 1, rollouts, dropped, keep_last=1)
+    write_rollouts(directory, 1, rollouts, dropped)
     return RolloutFiles(directory).read(1)
 
 
@@ -160,7 +160,7 @@ def test_a_rollout_keeps_what_its_environment_said_of_it(tmp_path: Path) -> None
 
 def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     path = RolloutKind.TRAIN.path(tmp_path, 1)
-    write_rollouts(tmp_path, 1, [Rollout()], [], keep_last=1)
+    write_rollouts(tmp_path, 1, [Rollout()], [])
     pq.write_table(pq.read_table(path).drop_columns(["finish_reasons"]), path)
     with refused(BadInput, file=path):
         RolloutFiles(tmp_path).read(1)
@@ -168,7 +168,7 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
 
 def test_the_steps_on_disk_are_listed_in_order_and_one_that_is_gone_is_named(tmp_path: Path) -> None:
     for step in (2, 10, 1):
-        write_rollouts(tmp_path, step, [Rollout(group_id=f"{step}-0")], [], keep_last=5)
+        write_rollouts(tmp_path, step, [Rollout(group_id=f"{step}-0")], [])
     files = RolloutFiles(tmp_path)
     assert files.steps() == [1, 2, 10]
     assert files.columns(10, ["group_id", "drop_reason"]) == [{"group_id": "10-0", "drop_reason": None}]
@@ -186,7 +186,7 @@ def test_an_evaluation_reads_back_with_samples_and_beside_training(tmp_path: Pat
     played = Rollout(env="e", task_key="t", episode=0, reward=0.5, rewards={"a": 0.5}, turns=turns)
     failed = Rollout(env="e", task_key="t", episode=1, turns=turns, error=RolloutError("timeout", "after 60 s"))
     write_eval_rollouts(RolloutKind.EVAL.path(tmp_path, 7), 7, [failed, played])
-    write_rollouts(tmp_path, 1, [Rollout()], [], keep_last=1)
+    write_rollouts(tmp_path, 1, [Rollout()], [])
     files = RolloutFiles(tmp_path, RolloutKind.EVAL)
     assert (files.steps(), RolloutFiles(tmp_path).steps()) == ([7], [1])
     first, second = (saved.rollout for saved in files.read(7))
@@ -232,7 +232,7 @@ def test_a_damaged_file_of_an_evaluation_is_replaced(tmp_path: Path) -> None:
 def test_the_two_writers_do_not_remove_what_the_other_is_writing(tmp_path: Path) -> None:
     writing = tmp_path / "eval-step-00000004.tmp"
     writing.write_bytes(b"half")
-    write_rollouts(tmp_path, 1, [Rollout()], [], keep_last=1)
+    write_rollouts(tmp_path, 1, [Rollout()], [])
     assert writing.exists()
     write_eval_rollouts(RolloutKind.EVAL.path(tmp_path, 5), 5, [Rollout()])
     assert not writing.exists()

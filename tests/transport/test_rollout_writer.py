@@ -13,7 +13,8 @@ import pytest
 
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
-from headrace.transport.rollout_files import ROW_GROUP_ROLLOUTS, write_rollouts
+from headrace.transport.rollout_files import ROW_GROUP_ROLLOUTS, dropped_files, write_dropped, write_rollouts
+from headrace.transport.run_dir import RolloutKind
 
 FILE = "step-00000003.parquet"
 
@@ -52,7 +53,7 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_every_column_reads_back_as_it_was(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 3, [two_turns()], [], keep_last=1)
+    write_rollouts(tmp_path, 3, [two_turns()], [])
     (row,) = rows_of(tmp_path)
     samples = row.pop("samples")
     assert row == {
@@ -108,7 +109,7 @@ def test_observations_say_where_they_are_and_who_wrote_them(tmp_path: Path) -> N
         Turn([1, 2, 3, 4, 5], [6], [-1.0], [4], 1.0, prompt_roles=[0, 2, 3, 0, 4]),
     ]
     unknown = [Turn([1], [2], [-1.0], [4], 1.0), Turn([1, 2, 3], [4], [-1.0], [4], 1.0)]
-    write_rollouts(tmp_path, 3, [Rollout(turns=t, samples=merge_turns(t)) for t in (turns, unknown)], [], keep_last=1)
+    write_rollouts(tmp_path, 3, [Rollout(turns=t, samples=merge_turns(t)) for t in (turns, unknown)], [])
     known, unknown = (row["samples"][0] for row in rows_of(tmp_path))
     assert known["obs_spans"] == [{"start": 1, "turn": 1, "prompt_start": 3, "length": 2}]
     assert known["roles"] == [0, 0, 0, 0, 4, 0]  # of the chat format, and of a tool
@@ -117,7 +118,7 @@ def test_observations_say_where_they_are_and_who_wrote_them(tmp_path: Path) -> N
 
 
 def test_a_dropped_rollout_says_why_and_has_no_reward(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 3, [], [(failed(), "timeout"), (two_turns(), "zero_advantage")], keep_last=1)
+    write_rollouts(tmp_path, 3, [], [(failed(), "timeout"), (two_turns(), "zero_advantage")])
     error, filtered = rows_of(tmp_path)
     assert (error["drop_reason"], error["error_reason"], error["error"]) == ("timeout", "timeout", "after 60 s")
     assert (error["reward"], error["version_min"], error["version_max"]) == (None, None, None)
@@ -132,7 +133,7 @@ def test_more_rollouts_than_are_written_at_once_keep_their_order(tmp_path: Path)
         tokens = list(range(index % 5))
         sample = Sample(tokens, [True] * len(tokens), [0.0] * len(tokens), [0] * len(tokens), 0)
         rollouts.append(Rollout(draw_id=index, reward=0.0, samples=[sample] * (index % 3)))
-    write_rollouts(tmp_path, 3, rollouts, [], keep_last=1)
+    write_rollouts(tmp_path, 3, rollouts, [])
     rows = rows_of(tmp_path)
     assert [row["draw_id"] for row in rows] == list(range(count))
     assert all(len(row["samples"]) == row["draw_id"] % 3 for row in rows)
@@ -140,21 +141,32 @@ def test_more_rollouts_than_are_written_at_once_keep_their_order(tmp_path: Path)
 
 
 def test_a_step_of_nothing_has_the_same_columns(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 3, [], [], keep_last=2)
-    write_rollouts(tmp_path, 4, [two_turns()], [], keep_last=2)
+    write_rollouts(tmp_path, 3, [], [])
+    write_rollouts(tmp_path, 4, [two_turns()], [])
     empty, full = (pq.read_schema(path) for path in sorted(tmp_path.iterdir()))
     assert empty == full
 
 
 def test_the_newest_files_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 5):
-        write_rollouts(tmp_path, step, [two_turns()], [], keep_last=2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [FILE, "step-00000004.parquet"]
+    paths = [write_rollouts(tmp_path, step, [two_turns()], [])[0] for step in range(1, 5)]
+    assert RolloutKind.TRAIN.old_files(tmp_path, keep_last=2) == paths[:2]
+
+
+def test_a_steps_file_takes_over_the_rows_of_what_was_dropped_before_it_shipped(tmp_path: Path) -> None:
+    for draw in range(3):
+        write_dropped(tmp_path, 3, [(Rollout(draw_id=draw, reward=1.0), "gated")])
+    write_dropped(tmp_path, 4, [(Rollout(draw_id=9), "gated")])
+    _, parts = write_rollouts(tmp_path, 3, [two_turns()], [(failed(), "timeout")])
+    assert parts == dropped_files(tmp_path, 3) and len(parts) == 3
+    rows = rows_of(tmp_path)
+    assert [row["drop_reason"] for row in rows] == [None, "timeout", "gated", "gated", "gated"]
+    assert [row["draw_id"] for row in rows][2:] == [0, 1, 2]
+    assert {row["step"] for row in rows} == {3}
 
 
 def test_what_a_killed_process_had_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / "step-00000002.tmp").write_bytes(b"PAR1 and then nothing")
-    write_rollouts(tmp_path, 3, [two_turns()], [], keep_last=5)
+    write_rollouts(tmp_path, 3, [two_turns()], [])
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -162,13 +174,13 @@ def test_a_file_that_fails_half_way_is_not_seen(tmp_path: Path) -> None:
     broken = two_turns()
     broken.messages = [{"role": "user", "content": object()}]
     with pytest.raises(TypeError):
-        write_rollouts(tmp_path, 3, [broken], [], keep_last=5)
+        write_rollouts(tmp_path, 3, [broken], [])
     assert not list(tmp_path.glob("*.parquet"))
 
 
 def test_pandas_reads_it(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    write_rollouts(tmp_path, 3, [two_turns()], [(failed(), "timeout")], keep_last=1)
+    write_rollouts(tmp_path, 3, [two_turns()], [(failed(), "timeout")])
     frame = pandas.read_parquet(tmp_path / FILE)
     assert frame.groupby("env").reward.mean().to_dict() == {"reverse": 0.75}
     assert frame.samples[0][0]["advantages"].tolist() == [0.0, 1.0, 3.0]
@@ -176,7 +188,7 @@ def test_pandas_reads_it(tmp_path: Path) -> None:
 
 def test_duckdb_averages_and_unnests_it(tmp_path: Path) -> None:
     duckdb = pytest.importorskip("duckdb")
-    write_rollouts(tmp_path, 3, [two_turns()], [(failed(), "timeout")], keep_last=1)
+    write_rollouts(tmp_path, 3, [two_turns()], [(failed(), "timeout")])
     source = f"'{tmp_path}/*.parquet'"
     assert duckdb.sql(f"SELECT env, avg(reward) FROM {source} GROUP BY env").fetchall() == [("reverse", 0.75)]
     tokens = f"SELECT unnest(sample.token_ids) FROM (SELECT unnest(samples) AS sample FROM {source})"
@@ -189,7 +201,7 @@ import sys
 from pathlib import Path
 from headrace.transport.rollout_files import write_rollouts
 from headrace.rollout.types import Rollout
-write_rollouts(Path({str(tmp_path)!r}), 3, [Rollout(reward=1.0, rewards={{"a": 1.0}})], [], 1)
+write_rollouts(Path({str(tmp_path)!r}), 3, [Rollout(reward=1.0, rewards={{"a": 1.0}})], [])
 sys.exit("pandas" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,7 +6,6 @@ Imports that take a second (the types of run files) are inside the functions tha
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from headrace.cli.common import add_format, positive
-from headrace.errors import BadInput
 from headrace.launch.run_directory import find_run
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.observe.summary import summarize, text, write_summary
@@ -82,25 +80,11 @@ def configure_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
-    from headrace.algorithms.rae import Rae, RaeConfig
-    from headrace.launch.saved_config import read_rl_run
-    from headrace.orchestrator.audit import find_state_violations, find_violations, format_report
-    from headrace.transport.checkpoint_files import find_damage_of_all
-    from headrace.transport.journal import Journal
+    from headrace.tools.audit.audit import audit_run
 
-    run = RunDir(find_run(arguments.run))
-    if not run.journal.is_file():
-        raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
-    journal = Journal(run.journal, read_only=True)
-    problems = [*find_violations(run, journal), *map(str, find_damage_of_all(run.checkpoints))]
-    if run.config.is_file():
-        config = read_rl_run(run.root).orchestrator
-        chosen = {env.name: config.algo_of(env) for env in config.train.env}
-        # Algorithms whose state can be computed from the journal.
-        algorithms = {name: Rae(algo.decay) for name, algo in chosen.items() if isinstance(algo, RaeConfig)}
-        problems += asyncio.run(find_state_violations(journal, algorithms))
-    print(format_report(journal.states(), problems))
-    return 1 if problems else 0
+    report = audit_run(RunDir(find_run(arguments.run)))
+    print(report)
+    return 1 if report.problems else 0
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ with the saved states, and rescoring gives each group the state that it was cred
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, RolloutView
-from headrace.rollout.batch import DamagedFile
+from headrace.errors import Failure
 from headrace.rollout.types import Rollout, Sample, Task
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
@@ -63,11 +63,16 @@ def _batches(run: RunDir, journal: Journal) -> Iterator[str]:
     for step in run.batches.steps():
         try:
             draws = set(run.batches.read(step).draw_ids)
-        except DamagedFile as damage:
-            yield str(damage)
+        except FileNotFoundError:  # a checkpoint covers it by now
+            continue
+        except Failure as error:
+            yield str(error)
             continue
         if draws != recorded.get(step, set()):
             yield f"{run.batches.path(step)} does not have the draws that the journal has for step {step}"
+    for step in range(run.latest_checkpoint_step() + 1, journal.last_step() + 1):
+        if not run.batches.is_committed(step) and step > run.latest_checkpoint_step():
+            yield f"{run.batches.path(step)} is missing, and no checkpoint covers step {step}"
 
 
 def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
@@ -76,13 +81,6 @@ def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
         yield f"there is a checkpoint of step {covered}, but the journal ends at step {last}"
     if journal.covered() > covered:
         yield f"the steps through {journal.covered()} count as trained, but no checkpoint covers step {covered + 1}"
-
-
-def format_report(states: dict[str, int], problems: Sequence[str]) -> str:
-    """Return the counts of draws by state, and the problems, as text for the terminal."""
-    lines = [f"{count:8d} {state.replace(':', ': ')}" for state, count in sorted(states.items())]
-    verdict = "everything adds up" if not problems else f"{len(problems)} problems:"
-    return "\n".join([*lines, verdict, *(f"  {problem}" for problem in problems)])
 
 
 async def replay_state(journal: Journal, env: str, algorithm: Algorithm) -> Any:
@@ -104,15 +102,19 @@ async def states_before(journal: Journal, env: str, algorithm: Algorithm) -> dic
 
 
 async def find_state_violations(journal: Journal, algorithms: Mapping[str, Algorithm]) -> list[str]:
-    """Return a sentence for every environment whose saved state differs from the replay; `algorithms` are new ones."""
+    """Return a sentence for every saved state that differs from the replay; `algorithms` are new ones."""
     problems = []
-    for env, saved in journal.algorithm_states().items():
-        if env in algorithms:
-            expected = _json_copy(await replay_state(journal, env, algorithms[env]))
-            if msgspec.json.decode(saved.json) != expected:
+    steps = {draw.id: step for draw, _, step, _ in journal.draws()}
+    for env, saved in journal.states_by_step().items():
+        credits = deque(credit for credit in journal.credits() if credit[1] == env)
+        for step in sorted(saved) if env in algorithms else ():
+            while credits and (steps[credits[0][0]] or 0) <= step:  # commits follow the order of credit
+                await _credit(algorithms[env], env, credits.popleft()[2])
+            expected, state = _json_copy(algorithms[env].state()), saved[step].json
+            if msgspec.json.decode(state) != expected:
                 problems.append(
-                    f"the algorithm of {env} has the state {saved.json.decode()}, but its credits give {expected}: "
-                    "unless its settings changed during the run, something is lost"
+                    f"the algorithm of {env} has the state {state.decode()} in step {step}, but its credits give "
+                    f"{expected}: unless its settings changed during the run, something is lost"
                 )
     return problems
 

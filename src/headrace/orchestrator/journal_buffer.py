@@ -2,7 +2,8 @@
 
 Groups are added and committed in the order in which they were credited: a commit takes the longest prefix of groups
 with a final outcome. It includes the algorithms' states right after its last group, so the journal always has a state
-that the algorithm really had, and no open draw contributed to it.
+that the algorithm really had, and no open draw contributed to it. Dropped rollouts are kept with the outcome of their
+draw, so that a rollout file and the journal agree after any kill.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ import msgspec
 
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
-from headrace.transport.journal import AlgorithmState, Clock, Draw, Entries, Outcome, Totals
-
-MAX_SAVED_DROPS = 4096
-"""Most dropped rollouts in a step's rollout file; all of them are counted."""
+from headrace.transport.journal import NOT_TRAINABLE, AlgorithmState, Clock, Draw, Entries, Outcome, Totals
 
 
 class _Entry(msgspec.Struct):
-    """A credited group that is not committed."""
+    """A group that is not committed."""
 
     env: str
     outcome: Outcome
-    state: AlgorithmState | None
+    state: AlgorithmState | None = None
     final: bool = False
+    dropped: list[tuple[Rollout, str]] = msgspec.field(default_factory=list)
 
 
 class JournalBuffer:
@@ -40,8 +39,7 @@ class JournalBuffer:
         self._drawn: list[Draw] = []
         self._credited: deque[_Entry] = deque()
         self._entry_of: dict[int, _Entry] = {}
-        self._never_credited: list[Outcome] = []
-        self._dropped_rollouts: deque[tuple[Rollout, str]] = deque(maxlen=MAX_SAVED_DROPS)
+        self._never_credited: list[_Entry] = []
         self._step = _StepCounts(now)
 
     @property
@@ -64,28 +62,27 @@ class JournalBuffer:
     def add_group(self, scored: ScoredGroup) -> None:
         """Add a processed training group; its outcome is final if no rollout remains."""
         outcome = Outcome(scored.group.draw_id, rollouts=scored.arrived, tokens=scored.sampled_tokens)
+        entry = _Entry(scored.group.task.env, outcome, scored.state)
         reason = scored.reason or most_common(reason for _, reason in scored.dropped)
         self._step.filter_hits.update(scored.filter_hits)
-        self._drop_rollouts(outcome, scored.dropped)
+        self._drop_rollouts(entry, scored.dropped)
+        entry.dropped += [(rollout, NOT_TRAINABLE) for rollout in scored.untrainable]
         if scored.credited:
             outcome.credit, outcome.rewards = self._next_credit, scored.credited
             outcome.credited_tokens = scored.credited_tokens
             self._next_credit += 1
-            entry = _Entry(scored.group.task.env, outcome, scored.state)
             self._credited.append(entry)
             self._entry_of[outcome.draw] = entry
             if not scored.rollouts:
                 self._finalize(outcome.draw, reason)
         else:
             outcome.reason = reason
-            self._never_credited.append(outcome)
+            self._never_credited.append(entry)
 
     def drop_groups(self, groups: Iterable[ScoredGroup], reason: str) -> None:
         """Drop whole groups that were added before."""
         for group in groups:
-            self._drop_rollouts(
-                self._entry_of[group.group.draw_id].outcome, [(rollout, reason) for rollout in group.rollouts]
-            )
+            self._drop_rollouts(self._entry_of[group.group.draw_id], [(rollout, reason) for rollout in group.rollouts])
             self._finalize(group.group.draw_id, reason)
 
     def finalize_batch(self, batch: TrainBatch) -> None:
@@ -98,33 +95,31 @@ class JournalBuffer:
         for group in batch.groups:
             draw = group.group.draw_id
             lost = dropped.get(draw, [])
-            self._drop_rollouts(self._entry_of[draw].outcome, lost)
+            self._drop_rollouts(self._entry_of[draw], lost)
             self._finalize(draw, "" if draw in kept else most_common(reason for _, reason in lost))
 
     def drop_missing(self, draws: Iterable[Draw]) -> None:
         """Drop open draws of an earlier process whose task no longer exists."""
-        self._never_credited += [Outcome(draw.id, "task_gone") for draw in draws]
+        self._never_credited += [_Entry(draw.env, Outcome(draw.id, "task_gone")) for draw in draws]
 
     def take_entries(self, now: float) -> Entries:
         """Remove and return everything that can be committed: all groups before the first that is not final."""
-        outcomes, self._never_credited = self._never_credited, []
-        states: dict[str, AlgorithmState] = {}
+        final, self._never_credited = self._never_credited, []
         while self._credited and self._credited[0].final:
             entry = self._credited.popleft()
             del self._entry_of[entry.outcome.draw]
-            outcomes.append(entry.outcome)
-            if entry.state is not None:
-                states[entry.env] = entry.state
-        for outcome in outcomes:
-            self._totals.add(outcome)
+            final.append(entry)
+        for entry in final:
+            self._totals.add(entry.outcome)
         drawn, self._drawn = self._drawn, []
-        return Entries(drawn, outcomes, self._totals.copy(), states, Clock(now - self._began, self._eval_tokens))
-
-    def take_dropped(self) -> list[tuple[Rollout, str]]:
-        """Return the rollouts dropped since the last call, for the rollout file of a step."""
-        dropped = list(self._dropped_rollouts)
-        self._dropped_rollouts.clear()
-        return dropped
+        return Entries(
+            drawn,
+            [entry.outcome for entry in final],
+            self._totals.copy(),
+            {entry.env: entry.state for entry in final if entry.state is not None},
+            Clock(now - self._began, self._eval_tokens),
+            [pair for entry in final for pair in entry.dropped],
+        )
 
     def take_step_metrics(self, now: float) -> dict[str, float]:
         """Return the throughput, errors and drops of the step that ends now."""
@@ -141,11 +136,11 @@ class JournalBuffer:
             **{f"progress/dropped/{reason}": count for reason, count in self._totals.drops.items()},
         }
 
-    def _drop_rollouts(self, outcome: Outcome, dropped: Iterable[tuple[Rollout, str]]) -> None:
+    def _drop_rollouts(self, entry: _Entry, dropped: Iterable[tuple[Rollout, str]]) -> None:
         for rollout, reason in dropped:
-            outcome.drops[reason] = outcome.drops.get(reason, 0) + 1
+            entry.outcome.drops[reason] = entry.outcome.drops.get(reason, 0) + 1
             self._step.dropped[reason] += 1
-            self._dropped_rollouts.append((rollout, reason))
+            entry.dropped.append((rollout, reason))
 
     def _finalize(self, draw: int, reason: str) -> None:
         entry = self._entry_of[draw]
@@ -177,4 +172,4 @@ class _StepCounts:
 def most_common(reasons: Iterable[str]) -> str:
     """Return the most frequent reason. Ties are broken by name, so a replay gives the same result."""
     counts = Counter(reasons)
-    return max(counts, key=lambda reason: (counts[reason], reason)) if counts else "not_trainable"
+    return max(counts, key=lambda reason: (counts[reason], reason)) if counts else NOT_TRAINABLE

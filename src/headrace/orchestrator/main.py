@@ -18,12 +18,20 @@ from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.machine import frozen_gc
 from headrace.observe.status import Status, wait_for
+from headrace.orchestrator.commits import Commits
 from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.event_loop import watch_loop
 from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.orchestrator.wiring import Environments, Policy, notify_changed_tasks, startup_lines, wire
+from headrace.orchestrator.wiring import (
+    Environments,
+    Policy,
+    notify_changed_tasks,
+    settings_digest,
+    startup_lines,
+    wire,
+)
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -60,7 +68,7 @@ async def _run(
         try:
             stack.enter_context(only_one(run, "orchestrator"))
             journal = stack.enter_context(closing(Journal(run.journal)))
-            journal.start()
+            journal.start(settings_digest(config))
             environments = await _load_environments(config, status, stack)
             for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
                 status.notify(line, logging.INFO)
@@ -69,6 +77,7 @@ async def _run(
                 _reconcile(run, journal, status)
                 if config.max_async_level == 0:
                     journal.reopen()  # an interrupted step is repeated from its beginning, so the result is the same
+                Commits(run, journal, config.keep_rollouts).delete_uncommitted()
             timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
             client = EngineClient(
                 config.client.base_url or run.endpoints,

@@ -20,6 +20,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE_S, Status
 from headrace.orchestrator import signals
 from headrace.orchestrator.batch_metrics import failure_notice, step_metrics
+from headrace.orchestrator.commits import Commits
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, DriftReport, truncation
 from headrace.orchestrator.event_loop import measure_lag
@@ -30,7 +31,7 @@ from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
 from headrace.transport.journal import Entries, Journal
-from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
+from headrace.transport.rollout_files import write_eval_rollouts
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Orchestrator:
         self.eval_processing = eval_processing
         self.watcher = watcher
         self.journal = journal
+        self.commits = Commits(run, journal, keep_rollouts)
         self.status = status
         self.drift = drift
         self.keep_rollouts = keep_rollouts
@@ -149,7 +151,7 @@ class Orchestrator:
                 case signals.Ship():
                     self._write(partial(self._ship, action), signals.Shipped(action.step))
                 case signals.Commit():
-                    self._write(partial(self.journal.commit, action.entries))
+                    self._write(partial(self.commits.commit, action.entries))
                 case signals.Load():
                     self._spawn(self._load(action.version))
                 case signals.ReportEval():
@@ -181,10 +183,7 @@ class Orchestrator:
         self._write(self._mark_trained)
 
     def _ship(self, ship: signals.Ship) -> None:
-        """Write files, then the journal, then announce the batch: in this order, so a kill at any time is harmless.
-
-        A step that is killed before its commit is repeated, and replaces its files and records.
-        """
+        """Write the step. If it is killed before its commit, it is repeated, and replaces its files and records."""
         step, batch = ship.step, ship.batch
         started = time.monotonic()
         samples = [
@@ -194,14 +193,13 @@ class Orchestrator:
         ]
         draws = list(dict.fromkeys(rollout.draw_id for rollout in batch.kept))
         counts = {"rollouts": len(batch.kept), "samples": len(samples)}
-        prepared = self.run_dir.batches.prepare(Batch(step, ship.incarnation, samples, draws, counts))
-        write_rollouts(self.run_dir.rollouts, step, batch.kept, ship.dropped, self.keep_rollouts)
+        content = Batch(step, ship.incarnation, samples, draws, counts)
+        prepared = self.commits.prepare(content, batch.kept, ship.entries.dropped)
         truncations = truncation(entry.sample for entry in samples)
         values = {**step_metrics(step, batch), **truncations, **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
         self.metrics.log(step, values)
-        self.journal.commit(ship.entries, shipped=step, files=[prepared])
-        self.run_dir.batches.announce(step)
+        self.commits.ship(prepared, ship.entries)
         log.info(
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",
             step, values["reward/all/mean"], len(batch.kept), len(batch.rollouts), values["time/batch"],
@@ -211,7 +209,8 @@ class Orchestrator:
         """Write an evaluation's rollouts, before its metrics: if killed in between, a repetition replaces them."""
         directory, step = self.run_dir.rollouts, batch.version.step
         write_eval_rollouts(RolloutKind.EVAL.path(directory, step), step, batch.rollouts)
-        RolloutKind.EVAL.delete_old(directory, self.keep_rollouts)
+        for path in RolloutKind.EVAL.old_files(directory, self.keep_rollouts):
+            path.unlink()
 
     def _report_eval(self, batch: EvalBatch) -> None:
         version = batch.version
@@ -293,7 +292,7 @@ class Orchestrator:
 
     def _commit_at_end(self, entries: Entries, progress: dict[str, float]) -> None:
         """Commit what was dropped since the last step, and record the totals."""
-        self.journal.commit(entries)
+        self.commits.commit(entries)
         if self.pipeline.trains:
             self.metrics.log(self.journal.last_step(), progress)
         if self.pipeline.finished and not self.pipeline.stopped:

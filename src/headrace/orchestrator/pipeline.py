@@ -440,8 +440,7 @@ class Pipeline:
             outdated, in_flight = int(metrics.get("dropped/off_policy", 0)), sum(self.scheduler.inflight.values())
             self.scheduler.max_inflight = self._concurrency.record_batch(len(batch.rollouts), outdated, in_flight)
         metrics |= self._source.metrics()
-        dropped = self.buffer.take_dropped()
-        return signals.Ship(step, self.version.incarnation, batch, entries, dropped, metrics)
+        return signals.Ship(step, self.version.incarnation, batch, entries, metrics)
 
     def _may_ship(self) -> bool:
         return may_ship(self.step, self.version.step, self.settings.max_async_level)

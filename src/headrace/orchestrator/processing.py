@@ -179,6 +179,7 @@ class TrainProcessing:
 
     async def _process_survivors(self, scored: ScoredGroup) -> ScoredGroup:
         task, gate = scored.group.task, self._gates.get(scored.group.task.env)
+        scored.untrainable = [rollout for rollout in scored.rollouts if not rollout.trainable]
         scored.rollouts = [rollout for rollout in scored.rollouts if rollout.trainable]
         if not scored.rollouts:
             return scored

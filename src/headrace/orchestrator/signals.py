@@ -56,6 +56,8 @@ class ScoredGroup(msgspec.Struct, eq=False):
     dropped: list[tuple[Rollout, str]]
     reason: str = ""
     """Why the whole group was cancelled, if it was."""
+    untrainable: list[Rollout] = msgspec.field(default_factory=list)
+    """Rollouts of agents that are not trained: neither remaining nor dropped."""
     arrived: int = 0
     """Rollouts that its episodes produced, failed ones included."""
     sampled_tokens: int = 0
@@ -233,8 +235,6 @@ class Ship(msgspec.Struct):
     incarnation: int
     batch: TrainBatch
     entries: Entries
-    dropped: list[tuple[Rollout, str]]
-    """Rollouts dropped since the last step, for the step's rollout file."""
     metrics: dict[str, float]
 
 

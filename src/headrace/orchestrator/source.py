@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -34,6 +34,15 @@ class TrainTasks(msgspec.Struct):
     weight: float
     sampler: TaskSampler | None = None
     """None: `Shuffled`."""
+
+    def make_sampler(self, seed: int) -> CheckedSampler:
+        seed_here = f"{seed}-{self.env}"
+        return CheckedSampler(self.env, self.tasks, self.sampler or Shuffled(self.tasks, seed_here), seed_here)
+
+
+def choose_environment(seed: int, draw: int, weights: Mapping[str, float]) -> str:
+    """Return the environment of a draw, among those that have a weight."""
+    return random.Random(f"{seed}-{draw}").choices(list(weights), list(weights.values()))[0]
 
 
 class _BreakerState(msgspec.Struct):
@@ -118,9 +127,8 @@ class TrainSource:
         for entry in environments:
             if not entry.tasks:
                 raise ValueError(f"environment {entry.env!r} has no tasks to train on")
-            sampler = entry.sampler or Shuffled(entry.tasks, f"{seed}-{entry.env}")
             self._weights[entry.env] = entry.weight
-            self._samplers[entry.env] = CheckedSampler(entry.env, entry.tasks, sampler, f"{seed}-{entry.env}")
+            self._samplers[entry.env] = entry.make_sampler(seed)
         self._drawn = {name: (drawn or {}).get(name, 0) for name in self._samplers}
         self._next_id = sum((drawn or {}).values())
         self._breaker = EnvironmentBreaker()
@@ -155,10 +163,10 @@ class TrainSource:
         return {name: value for sampler in self._samplers.values() for name, value in sampler.metrics().items()}
 
     def _new_draw(self) -> tuple[Draw, Task]:
-        active = [name for name in self._samplers if not self._breaker.is_paused(name, self._next_id)]
-        names = active or list(self._samplers)
-        weights = [self._weights[name] for name in names]
-        env = random.Random(f"{self._seed}-{self._next_id}").choices(names, weights)[0]
+        active = {
+            name: weight for name, weight in self._weights.items() if not self._breaker.is_paused(name, self._next_id)
+        }
+        env = choose_environment(self._seed, self._next_id, active or self._weights)
         task = self._samplers[env].draw(self._drawn[env])
         draw = Draw(self._next_id, env, task.key, self._drawn[env], self._samplers[env].observed)
         self._drawn[env] += 1

@@ -207,13 +207,22 @@ def _settings(
 
 
 def _train_source(config: OrchestratorConfig, environments: Environments, journal: Journal) -> TrainSource:
-    entries = []
-    for env in config.train.env:
-        tasks = environments[Kind.TRAIN, env.name][2]
-        chosen = config.curriculum_of(env).sampler
-        sampler = None if chosen is None else chosen.make(tasks)
-        entries.append(TrainTasks(env.name, tasks, draw_weight(config, env, len(tasks)), sampler))
+    entries = [train_tasks(config, env, environments[Kind.TRAIN, env.name][2]) for env in config.train.env]
     return TrainSource(entries, config.seed, journal.drawn_per_env(), journal.open_draws())
+
+
+def train_tasks(config: OrchestratorConfig, env: TrainEnvConfig, tasks: Sequence[Task]) -> TrainTasks:
+    """Return how the tasks of a training environment are drawn, by a new sampler."""
+    chosen = config.curriculum_of(env).sampler
+    sampler = None if chosen is None else chosen.make(tasks)
+    return TrainTasks(env.name, tasks, draw_weight(config, env, len(tasks)), sampler)
+
+
+def settings_digest(config: OrchestratorConfig) -> str:
+    """Return a digest of the settings that draws and credit depend on, so that an audit can tell where they changed."""
+    filters = {"pre_batch_filters", "post_batch_filters"}
+    used = config.model_dump(mode="json", include={"seed", "seq_len", "group_size", "train", "algo", *filters})
+    return fingerprint([used]).digest
 
 
 def _eval_source(config: OrchestratorConfig, environments: Environments, run: RunDir) -> EvalSource:

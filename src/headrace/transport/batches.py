@@ -61,6 +61,10 @@ class BatchStore:
     def exists(self, step: int) -> bool:
         return self.path(step).exists()
 
+    def is_committed(self, step: int) -> bool:
+        """Return whether the batch of a committed step is there, announced or about to be."""
+        return self.exists(step) or self._prepared_path(step).exists() or self.exists(step)
+
     def read(self, step: int) -> Batch:
         """Read a batch; raises `DamagedFile` if it is not the one that was written for this step."""
         path = self.path(step)

@@ -22,7 +22,9 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
+from headrace.rollout.digest import digest_of
 from headrace.rollout.fingerprint import Fingerprint
+from headrace.rollout.types import Rollout
 from headrace.transport.journal_schema import (
     JOURNAL_SCHEMA,
     RESTORE,
@@ -39,7 +41,9 @@ GROUP_FAILED = "group_failed"
 """Drop reason of a successful rollout in a group that could not be scored because another one failed."""
 ON_POLICY = "on_policy"
 """Drop reason of what is left over when a step ships, with `max_async_level = 0`."""
-NO_FAILURE = frozenset({"off_policy", ON_POLICY, "max_steps", "task_gone", "not_trainable", "cancelled"})
+NOT_TRAINABLE = "not_trainable"
+"""Drop reason of a draw without a trainable rollout, and of such a rollout in a file; it does not count as dropped."""
+NO_FAILURE = frozenset({"off_policy", ON_POLICY, "max_steps", "task_gone", NOT_TRAINABLE, "cancelled"})
 """Reasons for a draw without credit that do not count as failures of its environment."""
 
 _NO_DAMAGE = {
@@ -68,6 +72,11 @@ class FileRecord(msgspec.Struct, frozen=True):
     """Relative to the run directory."""
     size: int
     digest: str
+
+    @classmethod
+    def of(cls, root: Path, path: Path) -> FileRecord:
+        content = path.read_bytes()
+        return cls(path.relative_to(root).as_posix(), len(content), digest_of(content))
 
 
 class Outcome(msgspec.Struct):
@@ -148,6 +157,8 @@ class Entries(msgspec.Struct):
     states: dict[str, AlgorithmState] = msgspec.field(default_factory=dict)
     """By environment."""
     clock: Clock = Clock()
+    dropped: list[tuple[Rollout, str]] = msgspec.field(default_factory=list)
+    """Rollouts of the outcomes that were dropped, and why: for the rollout file that is written before the commit."""
 
 
 class Journal:
@@ -213,10 +224,13 @@ class Journal:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def start(self) -> int:
-        """Record a start of the orchestrator; return its number, from 1: its epoch. Not undone by a rewind."""
+    def start(self, settings: str | None = None) -> int:
+        """Record a start of the orchestrator; return its number, from 1: its epoch. Not undone by a rewind.
+
+        `settings` is a digest of the settings that draws and credit depend on.
+        """
         self.epoch = self._last_start() + 1
-        self._db.execute("INSERT INTO starts (number) VALUES (?)", (self.epoch,))
+        self._db.execute("INSERT INTO starts (number, settings) VALUES (?, ?)", (self.epoch, settings))
         return self.epoch
 
     def exchange_data(self, slot: str, env: str, data: Fingerprint) -> Fingerprint | None:
@@ -386,15 +400,43 @@ class Journal:
 
     def algorithm_states(self) -> dict[str, AlgorithmState]:
         """Return the newest state by environment."""
-        rows = self._rows("SELECT env, algorithm, state, MAX(step) FROM algorithms GROUP BY env")
-        return {env: AlgorithmState(algorithm, state.encode()) for env, algorithm, state, _ in rows}
+        return {env: states[max(states)] for env, states in self.states_by_step().items()}
+
+    def states_by_step(self) -> dict[str, dict[int, AlgorithmState]]:
+        """Return the last state of every step, by environment."""
+        states: dict[str, dict[int, AlgorithmState]] = {}
+        for env, step, algorithm, state in self._rows("SELECT env, step, algorithm, state FROM algorithms"):
+            states.setdefault(env, {})[step] = AlgorithmState(algorithm, state.encode())
+        return states
 
     def credits(self) -> Iterator[tuple[int, str, list[tuple[str, float]]]]:
         """Yield id, environment and rewards of every credited draw, in the order of credit."""
-        for draw, env, rewards in self._rows(
-            "SELECT id, env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit"
-        ):
+        query = "SELECT id, env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit"
+        for draw, env, rewards in self._rows(query):
             yield draw, env, self._decode_rewards(rewards)
+
+    def outcomes(self) -> dict[int, list[Outcome]]:
+        """Return the recorded outcomes by step, in the order of their draws."""
+        drops: dict[int, dict[str, int]] = {}
+        for draw, reason, count in self._rows("SELECT draw, reason, rollouts FROM drops"):
+            drops.setdefault(draw, {})[reason] = count
+        outcomes: dict[int, list[Outcome]] = {}
+        for step, draw, reason, rollouts, tokens, credit, rewards, credited in self._rows(
+            "SELECT step, id, reason, rollouts, tokens, credit, rewards, credited_tokens FROM draws "
+            "WHERE step IS NOT NULL ORDER BY id"
+        ):
+            paid = [] if rewards is None else self._decode_rewards(rewards)
+            outcome = Outcome(draw, reason or "", rollouts, tokens, drops.get(draw, {}), credit, paid, credited)
+            outcomes.setdefault(step, []).append(outcome)
+        return outcomes
+
+    def settings(self) -> dict[int, str | None]:
+        """Return the digest of the settings by epoch; None if an older version started it."""
+        return dict(self._rows("SELECT number, settings FROM starts"))
+
+    def epochs(self) -> dict[int, tuple[int | None, int]]:
+        """Return, by draw, the epoch in which it was drawn, None if an older version drew it, and of its outcome."""
+        return {draw: (drawn, last) for draw, drawn, last in self._rows("SELECT id, drawn_in, epoch FROM draws")}
 
     def lessons(self) -> Iterator[Lesson]:
         """Yield the result of every finished draw: credited ones in the order of credit, then the others by id."""

@@ -17,10 +17,12 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from headrace.errors import BadInput
 from headrace.rollout.batch import check_schema
@@ -74,7 +76,11 @@ CREATE TABLE data (
     {_STAMP_COLUMNS},
     PRIMARY KEY (slot, env)
 );
-CREATE TABLE starts (number INTEGER PRIMARY KEY, {_STAMP_COLUMNS});  -- the orchestrator processes of the run
+CREATE TABLE starts (  -- the orchestrator processes of the run
+    number INTEGER PRIMARY KEY,
+    settings TEXT,       -- digest of the settings that draws and credit depend on
+    {_STAMP_COLUMNS}
+);
 CREATE TABLE covered (id INTEGER PRIMARY KEY CHECK (id = 1), step INTEGER NOT NULL, {_STAMP_COLUMNS});
 CREATE TABLE files (
     name TEXT PRIMARY KEY,  -- relative to the run directory
@@ -253,12 +259,28 @@ def _ignored_part(log: bytes) -> int | None:
 
 
 def _log_sums(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]:
-    """Return SQLite's running checksum of a write-ahead log after `content`."""
-    first, second = sums
-    for even, odd in struct.iter_unpack(f"{order}2I", content):
-        first = (first + even + second) & 0xFFFFFFFF
-        second = (second + odd + first) & 0xFFFFFFFF
-    return first, second
+    """Return SQLite's running checksum (a, b) of a write-ahead log after `content`.
+
+    Each pair of words (x, y) takes it to a' = a + x + b, b' = b + y + a': a product with [[1, 1], [1, 2]], modulo
+    2**32. The powers of that matrix are Fibonacci numbers, so the sums over all pairs are dot products.
+    """
+    words = np.frombuffer(content, f"{order}u4").astype(np.uint32).reshape(-1, 2)
+    words[:, 1] += words[:, 0]
+    words = np.concatenate([np.array([sums], np.uint32), words])
+    powers = _powers(len(words))
+    first = powers[:, :2] * words
+    second = powers[:, 1:] * words
+    return int(first.sum(dtype=np.uint32)), int(second.sum(dtype=np.uint32))
+
+
+@cache
+def _powers(count: int) -> np.ndarray:
+    """Return the entries (1, 1), (1, 2) and (2, 2) of [[1, 1], [1, 2]] to the powers `count - 1` to 0."""
+    powers = [(1, 0, 1)]
+    for _ in range(count - 1):
+        one, two, three = powers[-1]
+        powers.append(((one + two) % 2**32, (two + three) % 2**32, (two + 2 * three) % 2**32))
+    return np.array(powers[::-1], np.uint32)
 
 
 @contextmanager

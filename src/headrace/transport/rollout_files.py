@@ -3,6 +3,9 @@
 A row is a rollout: its messages, the credit of each token, and why it was dropped. Columns are those of `SCHEMA`,
 described in docs/how-to/evaluation.md.
 
+The rollouts of a draw are written before the commit that records its outcome. Draws that are dropped while step N is
+collected are in `rollouts/dropped-N-NUMBER.parquet`, one file per commit, until `step-N.parquet` takes the rows over.
+
 The writer runs in a thread next to the event loop and must not hold the GIL for long: Arrow arrays are views of numpy
 arrays, Python loops over rollouts and samples but not over tokens. `pa.array`, and before pyarrow 26 `to_pandas_dtype`,
 would import pandas if installed, which takes a third of a second and memory, so the writer does not call them.
@@ -37,6 +40,7 @@ from headrace.rollout.digest import NO_DIGEST
 from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, TOKEN_ARRAYS, TRUNCATED, Rollout, RolloutError, Sample, Turn
 from headrace.transport.digests import PARQUET_KEY, check_parquet, seal_parquet
+from headrace.transport.files import sync
 from headrace.transport.run_dir import RolloutKind
 
 log = logging.getLogger(__name__)
@@ -104,14 +108,35 @@ SCHEMA = pa.schema(
 
 
 def write_rollouts(
-    directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]], keep_last: int
-) -> None:
-    """Write `step-N.parquet`, and delete files older than the newest `keep_last`."""
-    rows = [*((rollout, None) for rollout in kept), *dropped]
-    with _replacing(RolloutKind.TRAIN.path(directory, step)) as writer:
-        for start in range(0, len(rows), ROW_GROUP_ROLLOUTS):
-            writer.write_table(_table(step, rows[start : start + ROW_GROUP_ROLLOUTS]))
-    RolloutKind.TRAIN.delete_old(directory, keep_last)
+    directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]]
+) -> tuple[Path, list[Path]]:
+    """Write `step-N.parquet`; return it, and the files of dropped rollouts whose rows it has taken over."""
+    path, parts = RolloutKind.TRAIN.path(directory, step), dropped_files(directory, step)
+    with _replacing(path) as writer:
+        _write(writer, step, [*((rollout, None) for rollout in kept), *dropped])
+        for part in parts:
+            for table in _tables_in(part):
+                writer.write_table(table)
+    return path, parts
+
+
+def write_dropped(directory: Path, step: int, dropped: Sequence[tuple[Rollout, str]]) -> Path:
+    """Write rollouts that were dropped while `step` is collected to a file of their own; return it."""
+    numbers = [int(path.stem.rpartition("-")[2]) for path in dropped_files(directory, step)]
+    path = directory / f"dropped-{step:08d}-{max(numbers, default=0) + 1:06d}.parquet"
+    with _replacing(path) as writer:
+        _write(writer, step, dropped)
+    return path
+
+
+def dropped_files(directory: Path, step: int | None = None) -> list[Path]:
+    """Return the files of rollouts that were dropped while a step, or any step, is collected."""
+    return sorted(directory.glob("dropped-*.parquet" if step is None else f"dropped-{step:08d}-*.parquet"))
+
+
+def _write(writer: pq.ParquetWriter, step: int, rows: Sequence[tuple[Rollout, str | None]]) -> None:
+    for start in range(0, len(rows), ROW_GROUP_ROLLOUTS):
+        writer.write_table(_table(step, rows[start : start + ROW_GROUP_ROLLOUTS]))
 
 
 def write_eval_rollouts(path: Path, step: int, rollouts: Sequence[Rollout], *, add: bool = False) -> None:
@@ -127,17 +152,15 @@ def write_eval_rollouts(path: Path, step: int, rollouts: Sequence[Rollout], *, a
         for table in _tables_in(path):
             rows = zip(*(table[name].to_pylist() for name in identity), strict=True)
             writer.write_table(table.filter(_numbers([row not in replaced for row in rows], pa.bool_())))
-        for start in range(0, len(rollouts), ROW_GROUP_ROLLOUTS):
-            part = rollouts[start : start + ROW_GROUP_ROLLOUTS]
-            writer.write_table(_table(step, [(_with_samples(rollout), None) for rollout in part]))
+        _write(writer, step, [(_with_samples(rollout), None) for rollout in rollouts])
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
-    """Open a writer whose file replaces `path` once it is complete."""
+    """Open a writer whose file replaces `path` once it is complete, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = path.stem.rstrip("0123456789")
-    for leftover in path.parent.glob(f"{kind}*.tmp"):  # left by a killed process
+    kind = path.stem.partition("-")[0]
+    for leftover in path.parent.glob(f"{kind}-*.tmp"):  # left by a killed process
         leftover.unlink()
     temporary = path.with_suffix(".tmp")
     # No dictionaries: logprobs have as many values as tokens, and zstd alone is faster and smaller.
@@ -145,7 +168,9 @@ def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
         yield writer
         writer.add_key_value_metadata({PARQUET_KEY: NO_DIGEST})
     seal_parquet(temporary)
+    sync(temporary)
     os.replace(temporary, path)
+    sync(path.parent)
 
 
 def _tables_in(path: Path) -> Iterator[pa.Table]:
@@ -310,28 +335,33 @@ class RolloutFiles:
         return list(self._kind.files(self.directory))
 
     def read(self, step: int) -> list[SavedRollout]:
-        table = self._table(step)
+        path = self._kind.path(self.directory, step)
+        table = _read(path)
         if table.schema != SCHEMA:
-            path = self._kind.path(self.directory, step)
             raise BadInput("has the columns of another version of Headrace", file=path, fix="Read it with that one.")
         return _rollouts(table)
 
     def columns(self, step: int, names: Sequence[str]) -> list[dict[str, Any]]:
         """Read some columns of every rollout; columns that an older file lacks are left out."""
-        rows: list[dict[str, Any]] = self._table(step, names).to_pylist()
-        return rows
+        return read_columns(self._kind.path(self.directory, step), names)
 
-    def _table(self, step: int, names: Sequence[str] | None = None) -> pa.Table:
-        path = self._kind.path(self.directory, step)
-        try:
-            _refuse_damage(path)
-            with pq.ParquetFile(path) as file:
-                return file.read(columns=None if names is None else list(names))
-        except FileNotFoundError as error:
-            fact = "the file does not exist: a run keeps the newest orchestrator.keep_rollouts steps"
-            raise BadInput(fact, file=path) from error
-        except pa.ArrowInvalid as error:
-            raise BadInput(f"not a readable Parquet file: {error}", file=path) from error
+
+def read_columns(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Read some columns of a file; columns that it lacks are left out."""
+    rows: list[dict[str, Any]] = _read(path, names).to_pylist()
+    return rows
+
+
+def _read(path: Path, names: Sequence[str] | None = None) -> pa.Table:
+    try:
+        _refuse_damage(path)
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=None if names is None else list(names))
+    except FileNotFoundError as error:
+        fact = "the file does not exist: a run keeps the newest orchestrator.keep_rollouts steps"
+        raise BadInput(fact, file=path) from error
+    except (pa.ArrowException, OSError) as error:
+        raise BadInput(f"not a readable Parquet file: {error}", file=path) from error
 
 
 def _rollouts(table: pa.Table) -> list[SavedRollout]:

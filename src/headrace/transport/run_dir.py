@@ -55,7 +55,6 @@ class RolloutKind(StrEnum):
         """Return the files on disk by step, in order."""
         return {int(path.stem.removeprefix(self)): path for path in sorted(directory.glob(f"{self}{DIGITS}.parquet"))}
 
-    def delete_old(self, directory: Path, keep_last: int) -> None:
-        """Delete all but the files of the newest `keep_last` steps."""
-        for path in list(self.files(directory).values())[:-keep_last]:
-            path.unlink()
+    def old_files(self, directory: Path, keep_last: int) -> list[Path]:
+        """Return all but the files of the newest `keep_last` steps."""
+        return list(self.files(directory).values())[:-keep_last]

@@ -26,7 +26,7 @@ def test_every_command_of_the_page_runs(hub: Hub, run: Path, tmp_path: Path):
     (tmp_path / "data/problems.jsonl").write_text("{}\n")
     (tmp_path / "outputs/lambda").mkdir()
     (tmp_path / "outputs/lambda/sweep.json").write_text("{}")
-    write_rollouts(tmp_path / "outputs/run/rollouts", 1, [Rollout()], [], keep_last=1)
+    write_rollouts(tmp_path / "outputs/run/rollouts", 1, [Rollout()], [])
     for command in COMMANDS:
         if command[1:2] == ["team/run"]:  # elsewhere, as on a machine without the run
             (tmp_path / "outputs/run").rename(tmp_path / "outputs/mine")

@@ -285,7 +285,7 @@ def test_the_storage_root_of_this_machine_stays_here(hub: Hub, run: Path, tmp_pa
 
 
 def test_rollouts_of_a_run_are_a_dataset(hub: Hub, run: Path, tmp_path: Path):
-    write_rollouts(run / "rollouts", 1, [Rollout()], [], keep_last=1)
+    write_rollouts(run / "rollouts", 1, [Rollout()], [])
     write_eval_rollouts(run / "rollouts" / "eval-step-00000001.parquet", 1, [Rollout()])
     assert headrace("push", run, "team/rollouts", "--rollouts") == 0
     files = hub.files("datasets/team/rollouts")

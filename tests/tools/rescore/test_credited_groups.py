@@ -6,6 +6,7 @@ from pathlib import Path
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.tools.rescore.credited_groups import CreditedGroups
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
+from headrace.transport.run_dir import RolloutKind
 
 Row = tuple[int, str]
 """Draw and drop reason; none: it was shipped."""
@@ -19,7 +20,6 @@ def save(
     error: str = "",
     trainable: bool = True,
     credited: int | None = None,
-    keep_last: int = 9,
 ) -> None:
     """As many as are saved of a draw were credited together, unless there is another number."""
     sizes = Counter(draw for draw, _ in rows)
@@ -39,7 +39,7 @@ def save(
         for draw, reason in rows
     ]
     kept = [rollout for rollout, reason in made if not reason]
-    write_rollouts(directory, step, kept, [(rollout, reason) for rollout, reason in made if reason], keep_last)
+    write_rollouts(directory, step, kept, [(rollout, reason) for rollout, reason in made if reason])
 
 
 def groups(directory: Path, *steps: int, env: str | None = None) -> tuple[dict[int, list[list[int]]], dict[str, int]]:
@@ -60,7 +60,7 @@ def test_members_are_in_the_order_of_their_episodes_whether_they_were_dropped_or
         for episode in (0, 1)
         for agent in "ab"
     ]
-    write_rollouts(tmp_path, 1, [made[1], made[2]], [(made[0], "gibberish"), (made[3], "gibberish")], keep_last=9)
+    write_rollouts(tmp_path, 1, [made[1], made[2]], [(made[0], "gibberish"), (made[3], "gibberish")])
     (group,) = CreditedGroups(RolloutFiles(tmp_path), [1]).of_step(1)
     assert [(saved.rollout.episode, saved.rollout.agent) for saved in group] == [(0, "b"), (0, "a"), (1, "a"), (1, "b")]
 
@@ -80,7 +80,8 @@ def test_a_group_of_which_a_part_is_in_another_step_is_left_out(tmp_path: Path):
 
 def test_a_group_of_which_a_part_was_deleted_is_left_out(tmp_path: Path):
     save(tmp_path, 1, (3, "gibberish"), (3, "gibberish"), credited=4)
-    save(tmp_path, 2, (3, ""), (3, ""), credited=4, keep_last=1)
+    save(tmp_path, 2, (3, ""), (3, ""), credited=4)
+    RolloutKind.TRAIN.path(tmp_path, 1).unlink()
     assert groups(tmp_path, 2) == ({2: []}, {"incomplete": 2})
 
 

@@ -90,6 +90,8 @@ class Collector:
         """Reward, sampled tokens, then mean advantage (NaN without), sum of |A| and gradient, each then and now."""
         self._components: tuple[dict[str, float], dict[str, float]] = ({}, {})
         self._largest_difference = 0.0
+        self.changed_groups: dict[str, float] = {}
+        """Groups whose credit differs beyond rounding, with the largest difference."""
 
     def add_step(self, rescored: Sequence[Rescored]) -> None:
         """Add all rollouts of a step, of all environments: they share the counts of member tokens."""
@@ -97,7 +99,12 @@ class Collector:
         now = _gradients([gradient_shares(r.now) if r.trains else {} for r in rescored], self._components[1])
         for entry, *gradients in zip(rescored, then, now, strict=True):
             sides = entry.then, entry.now
-            self._largest_difference = max(self._largest_difference, largest_difference(*sides))
+            difference = largest_difference(*sides)
+            self._largest_difference = max(self._largest_difference, difference)
+            routed_alike = entry.trained or not entry.trains  # else only one side has the weights of the losses
+            if routed_alike and not difference <= MAX_ROUNDING:
+                group = entry.then.group_id
+                self.changed_groups[group] = max(difference, self.changed_groups.get(group, 0.0))
             self._names.append((entry.then.group_id, entry.then.env))
             means = [math.nan if side.mean_advantage is None else side.mean_advantage for side in sides]
             tokens = sum(int(sample.mask.sum()) for sample in entry.then.samples)

@@ -56,6 +56,8 @@ class Outcome(msgspec.Struct):
     """By the algorithm's reason: rollouts that it would not train on."""
     counted: dict[str, float]
     """The tallies of the algorithms, as `ENV/NAME`."""
+    changed_groups: dict[str, float]
+    """Groups whose credit differs beyond rounding, with the largest difference."""
 
 
 class MissingPolicy:
@@ -105,7 +107,14 @@ async def rescore_run(
             for name, rescorer in rescorers.items()
             for key, value in rescorer.algorithm.tally.take().items()
         }
-    return Outcome(collector.comparison(), collector.advantages, dict(groups.left_out), dict(not_trained), counted)
+    return Outcome(
+        collector.comparison(),
+        collector.advantages,
+        dict(groups.left_out),
+        dict(not_trained),
+        counted,
+        collector.changed_groups,
+    )
 
 
 class _Rescorer(msgspec.Struct):
