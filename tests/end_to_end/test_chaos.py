@@ -14,10 +14,11 @@ from safetensors.numpy import load_file
 
 from headrace.algorithms.rae import Rae
 from headrace.launch.saved_config import read_run
-from headrace.orchestrator.audit import find_violations, replay_state
+from headrace.orchestrator.audit import replay_state
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
+from headrace.tools.audit.audit import audit_run
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.chaos import LAUNCHER, MOMENTS, Chaos, Evidence
@@ -75,7 +76,7 @@ def survive(
     assert len(chaos.done) >= kills, f"only {chaos.done} of {chaos.plan}"
     assert set(MOMENTS) <= set(chaos.done)
     journal = Journal(run.journal, read_only=True)
-    assert find_violations(run, journal) == []
+    assert audit_run(run).problems == []
     assert set(journal.states()) <= {"trained", *(state for state in journal.states() if state.startswith("dropped:"))}
     batches = evidence.batches()
     each_draw_was_trained_once(journal, batches, max_steps)
