@@ -29,7 +29,7 @@ from headrace.rollout.version import Version, staleness
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.transport.batches import BatchStore
-from headrace.transport.journal import Journal
+from headrace.transport.journal import FileRecord, Journal
 from headrace.transport.lock import only_one
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir
@@ -269,10 +269,10 @@ async def test_a_batch_that_cannot_be_written_loses_no_draw(
     pipeline = Pipeline(tmp_path, tiny_model)
     prepare = BatchStore.prepare
 
-    def full_disk_at_step_3(store: BatchStore, batch: Batch) -> None:
+    def full_disk_at_step_3(store: BatchStore, batch: Batch) -> FileRecord:
         if batch.step == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
-        prepare(store, batch)
+        return prepare(store, batch)
 
     monkeypatch.setattr(BatchStore, "prepare", full_disk_at_step_3)
     with pytest.raises(OSError, match="No space left"):

@@ -115,6 +115,8 @@ def test_a_changed_batch_differs_from_the_rollouts(run: RunDir):
     batch.samples[0].sample.streams["advantages"] = -np.asarray(batch.samples[0].sample.streams["advantages"])
     run.batches.prepare(Batch(1, batch.incarnation, batch.samples, batch.draw_ids, batch.counts))
     run.batches.announce(1)
+    assert f"{run.batches.path(1)} is damaged" in problems_of(run)
+    record_again(run, run.batches.path(1))
     assert f"sample 0 of {run.batches.path(1)} has other advantages" in problems_of(run)
 
 
