@@ -19,11 +19,14 @@ from renderers import config_from_name, create_renderer
 from renderers.base import RenderedTokens, Renderer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from headrace.environments.registry import SHIPPED
 from headrace.rollout.types import ROLES, Turn
 from headrace.text.prompt import PromptRenderer
 from headrace.text.renderer import make_renderer
 from headrace.text.sft_conversation import parse_row, render_sample
 from headrace.text.tokenizer import BREAK, Tokenizer
+from headrace.tools.probe.completions import COMPLETIONS
+from headrace.tools.probe.worker import EnvironmentRunner
 from headrace.trainer.tiny import write_tiny_settings
 from tests.text.chat_templates import TEMPLATES
 from tests.text.families import MERGES, load
@@ -305,3 +308,33 @@ def test_only_one_function_makes_renderers():
     source = Path(make_renderer.__code__.co_filename).parents[1]
     makers = [file for file in source.rglob("*.py") if "create_renderer(" in file.read_text()]
     assert [file.relative_to(source).as_posix() for file in makers] == ["text/renderer.py"]
+
+
+DATA = Path(__file__).parents[1] / "data"
+ARGS = {
+    name: {"source": str(DATA / folder), "split": "test"}
+    for name, folder in (("gsm8k", "gsm8k"), ("math", "math"), ("strict-math", "gsm8k"))
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"agent", "hackable"}))
+def test_conversations_of_shipped_environments_have_the_tokens_of_the_librarys_renderer(name: str, tmp_path: Path):
+    write_tiny_settings(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    pairs = [
+        (make_renderer(tmp_path, tokenizer, kind), create_renderer(tokenizer, config_from_name(kind)))
+        for kind in ("qwen3", "default")
+    ]
+    runner = EnvironmentRunner(name, ARGS.get(name, {}))
+    compared = 0
+    for completion in [each for each in COMPLETIONS if each.kind in ("gold", "empty")]:
+        episode = runner.loop.run_until_complete(runner.run(0, completion, timeout=60, keep=True))
+        if episode.exchange is None:
+            continue
+        tools = episode.exchange.tools or None
+        for messages in (episode.exchange.prompt, episode.exchange.conversation):
+            for ours, theirs in pairs:
+                assert ours.render_ids(messages, tools=tools) == theirs.render_ids(messages, tools=tools)
+                compared += 1
+    runner.loop.close()
+    assert compared

@@ -72,16 +72,19 @@ class Tokenizer:
         parts = self._encode_parts(text, add_special_tokens)
         return [token for encoding, skipped, _ in parts for token in encoding.ids[skipped:]]
 
-    def _encode_parts(self, text: str, add_special_tokens: bool) -> Iterator[tuple[tokenizers.Encoding, int, int]]:
-        """Yield for each part between breaks its encoding, the tokens to skip in it, and its offset in `text`."""
-        start = 0
-        for part in text.split(BREAK) if BREAK in text else [text]:
+    def _encode_parts(self, text: str, add_special_tokens: bool) -> list[tuple[tokenizers.Encoding, int, int]]:
+        """Return for each part between breaks its encoding, the tokens to skip in it, and its offset in `text`."""
+        if BREAK not in text:
+            return [(self._encoding(text, add_special_tokens), 0, 0)]
+        parts, start = [], 0
+        for part in text.split(BREAK):
             newline = self._newline if start and part else []
-            encoding = self._encoding("\n" + part if newline else part, add_special_tokens)
+            encoding = self._encoding("\n" + part if newline else part, add_special_tokens=False)
             if encoding.ids[: len(newline)] != newline:
-                encoding, newline = self._encoding(part, add_special_tokens), []
-            yield encoding, len(newline), start - bool(newline)
+                encoding, newline = self._encoding(part, add_special_tokens=False), []
+            parts.append((encoding, len(newline), start - bool(newline)))
             start += len(part) + 1
+        return parts
 
     @cached_property
     def _newline(self) -> list[int]:
@@ -128,15 +131,14 @@ class Tokenizer:
     def __call__(
         self, text: str, add_special_tokens: bool = False, return_offsets_mapping: bool = False, **_: Any
     ) -> dict[str, Any]:
-        parts = list(self._encode_parts(text, add_special_tokens))
+        parts = self._encode_parts(text, add_special_tokens)
         ids = [token for encoding, skipped, _ in parts for token in encoding.ids[skipped:]]
         result: dict[str, Any] = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        if return_offsets_mapping:
-            result["offset_mapping"] = [
-                (first + offset, last + offset)
-                for encoding, skipped, offset in parts
-                for first, last in encoding.offsets[skipped:]
-            ]
+        if return_offsets_mapping and len(parts) == 1:
+            result["offset_mapping"] = parts[0][0].offsets
+        elif return_offsets_mapping:
+            spans = ((span, offset) for encoding, skipped, offset in parts for span in encoding.offsets[skipped:])
+            result["offset_mapping"] = [(first + offset, last + offset) for (first, last), offset in spans]
         return result
 
     def apply_chat_template(

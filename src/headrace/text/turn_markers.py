@@ -104,6 +104,7 @@ class _Breaker:
         beginnings = {text[:-size] for text in texts for size in range(1, len(text)) if text[-size:] in prefixes}
         if beginnings:
             self._patterns.append(re.compile(rf"(?:{'|'.join(map(re.escape, beginnings))})(?=(\s*)\Z)"))
+        self._shortest = min(map(len, [*texts, *beginnings]), default=0)
         self._normalizer = normalizer
         matched_normalized = [marker.content for marker in markers if normalizer is not None and marker.normalized]
         self._normalized = list(map(normalizer.normalize_str, matched_normalized)) if matched_normalized else []
@@ -126,7 +127,7 @@ class _Breaker:
         return next((match[0] + match[1] for match in matches if match), None)
 
     def _break(self, text: str) -> str:
-        for pattern in self._patterns:
+        for pattern in self._patterns if len(text) >= self._shortest else ():
             if pattern.search(text):
                 text = pattern.sub(rf"\g<0>{BREAK}", text)
         # Some tokens are matched in normalized text, where other characters may have become those of a marker.
