@@ -236,8 +236,8 @@ def test_a_run_and_a_fork_of_it_go_on_with_the_model_that_the_run_began_with(
     step: str, continued: str, run_file: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for saved in (5, 10):
-        (tmp_path / "out" / "checkpoints" / f"step-{saved}").mkdir(parents=True)
-        (tmp_path / "out" / "checkpoints" / f"step-{saved}" / "COMPLETE.json").write_text("{}")
+        (tmp_path / "out" / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True)
+        (tmp_path / "out" / "checkpoints" / f"step-{saved:08d}" / "COMPLETE.json").write_text("{}")
     (tmp_path / "out" / "metrics.jsonl").write_text("")
     (tmp_path / "out" / "config.toml").write_text(run_file.read_text())
     run_file.write_text(run_file.read_text().replace(f'name = "{model}"', 'sft = "its-data-has-changed.toml"'))

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.inference.model_shape import check_weights
 from headrace.observe.metrics import read_metrics
-from tests.end_to_end.test_recorded_runs import copy_recorded_runs
+from headrace.rollout.batch import DamagedFile
+from headrace.text.hub import model_directory
+from headrace.text.tokenizer import Tokenizer
+from tests.end_to_end.test_recorded_runs import RECORDED, copy_recorded_runs
 
 NEWEST = "checkpoints/step-00000004"
 SMALL = ["summary", "compare", "resume", "push"]
@@ -208,3 +212,29 @@ def test_a_resumed_trainer_names_what_is_damaged_and_leaves_an_older_checkpoint_
     older = run / "checkpoints" / "step-00000002"
     assert older.is_dir() and not (run / NEWEST).exists()
     assert main(command(here, "sft", "trainer")) == 0, capsys.readouterr().err
+
+
+MODEL_FILES: dict[str, tuple[Damage, str]] = {
+    "empty settings": (write("config.json", b""), "config.json"),
+    "settings of other types": (write("config.json", b"[]"), "config.json"),
+    "tokenizer settings of other types": (write("tokenizer_config.json", b"[]"), "tokenizer_config.json"),
+    "weights that were cut": (cut("model.safetensors", 20_000), "model.safetensors"),
+    "empty weights": (cut("model.safetensors", 0), "model.safetensors"),
+    "weights that are text": (write("model.safetensors", b"version https://git-lfs"), "model.safetensors"),
+}
+
+
+def read_model(name: str) -> None:
+    directory = model_directory(name)
+    Tokenizer(directory)
+    check_weights(directory)
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_a_damaged_model_is_refused_by_the_name_of_its_file(tmp_path: Path, name: str):
+    damage, file = MODEL_FILES[name]
+    shutil.copytree(RECORDED / "micro", tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(DamagedFile) as error:
+        read_model(str(tmp_path / "model"))
+    assert error.value.file == tmp_path / "model" / file

@@ -84,7 +84,7 @@ def hostile_run(tmp_path: Path) -> Path:
         log.log(version, {f"eval/{NAME}/avg@1": score, f"eval/other{HIDDEN}/avg@1": score, "eval/third/errors": 0.5})
     log.log(3, {"progress/rollouts": 3, f"reward/{NAME}/mean": 0.4, f"progress/dropped/{NAME}": 3})
     lost = [(Rollout(env=NAME, error=RolloutError(f"bad{HIDDEN}", HOSTILE)), "bad")]
-    write_rollouts(root / "rollouts", 3, [], lost, keep_last=10)
+    write_rollouts(root / "rollouts", 3, [], lost)
     (root / "heartbeat.json").write_text(json.dumps({"state": "failed", "problem": HOSTILE}))
     return root
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from headrace.rollout.batch import DamagedFile
+from headrace.text.hub import read_settings
+from headrace.transport.files import check_regular
 
 ALL_LINEAR = "all-linear"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -63,10 +68,10 @@ class ModelShape:
 
 def read_shape(directory: Path) -> ModelShape | None:
     """Return the shape of a Hugging Face model; None if its config.json has other keys than most models."""
-    settings = json.loads((directory / "config.json").read_text())
-    config = settings.get("text_config") or settings
-    heads = config.get("num_attention_heads")
+    settings = read_settings(directory / "config.json")
+    config: dict[str, Any] = settings.get("text_config") or settings
     try:
+        heads = config["num_attention_heads"]
         sizes = LayerSizes(
             hidden_size=int(config["hidden_size"]),
             num_hidden_layers=int(config["num_hidden_layers"]),
@@ -99,7 +104,7 @@ def _count_stored(directory: Path, ties: bool) -> int | None:
     shapes: dict[str, list[int]] = {}
     try:
         for file in files:
-            shapes |= {name: entry["shape"] for name, entry in _read_header(file).items() if name != "__metadata__"}
+            shapes |= {name: entry["shape"] for name, entry in _read_header(file)[0].items() if name != "__metadata__"}
     except (ValueError, struct.error):  # damaged, or the pointer of a large file that was not fetched
         return None
     if ties and any("embed" in name for name in shapes):
@@ -107,10 +112,27 @@ def _count_stored(directory: Path, ties: bool) -> int | None:
     return sum(map(math.prod, shapes.values())) if files else None
 
 
-def _read_header(file: Path) -> dict[str, Any]:
+def check_weights(directory: Path) -> None:
+    """Raise `DamagedFile` for a file of weights that was cut or is something else; only headers are read."""
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            header, size = _read_header(file)
+            header.pop("__metadata__", None)
+            size += max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (KeyError, TypeError, ValueError, struct.error) as error:
+            raise DamagedFile(f"not a safetensors file: {error}", file=file) from error
+        if size != file.stat().st_size:
+            raise DamagedFile(f"{file.stat().st_size:,} bytes instead of {size:,}", file=file)
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its tensors begin."""
+    check_regular(file)
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        return json.loads(stream.read(length))  # type: ignore[no-any-return]
+        if length > file.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        return msgspec.json.decode(stream.read(length), type=dict[str, Any]), 8 + length
 
 
 def _count_by_sizes(sizes: LayerSizes, ties: bool) -> int:

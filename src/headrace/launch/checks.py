@@ -6,7 +6,6 @@ together. A user's loss is checked by its source, since importing it would impor
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from headrace.launch.saved_config import read_model_file
 from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.reading import filled_sources
 from headrace.runfile.run import RunConfig
-from headrace.text.hub import cached_model_directory, model_directory
+from headrace.text.hub import cached_model_directory, model_directory, read_settings
 from headrace.text.renderer import make_renderer
 from headrace.text.sft_conversation import SftConversation
 from headrace.text.tokenizer import shared_tokenizer
@@ -158,7 +157,7 @@ def check_experts(subject: Subject) -> Iterator[BadInput]:
     publishes = isinstance(config, RunConfig) or config.evaluates
     if subject.model is None or not publishes or config.inference.loads_fused_experts:
         return
-    settings = json.loads((subject.model / "config.json").read_text())
+    settings = read_settings(subject.model / "config.json")
     for section in (settings, settings.get("text_config") or {}):
         if any(section.get(key) not in (None, 0, 1) for key in EXPERT_KEYS):  # or a list by layer
             yield BadInput(

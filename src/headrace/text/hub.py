@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from headrace.errors import BadInput
+from headrace.rollout.batch import DamagedFile
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a model; raises `DamagedFile` unless it is an object."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except ValueError as error:
+        raise DamagedFile(f"not readable: {error}", file=path) from error
 
 
 class ModelNotFound(BadInput):
@@ -21,6 +33,7 @@ def model_directory(name: str, key: str = "model") -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound("no config.json in it: not a Hugging Face model directory", key=key, value=path)
+        read_settings(path / "config.json")
         return path
     if not _may_be_on_hub(name):
         raise ModelNotFound("no such directory, and not the name of a model on the hub", key=key, value=name)

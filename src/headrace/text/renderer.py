@@ -7,7 +7,6 @@ test conversations: otherwise training would use tokens that the model never see
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from renderers import config_from_name, create_renderer
 from renderers.base import Renderer
 
 from headrace.errors import InvalidValue
+from headrace.text.hub import read_settings
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.turn_markers import reserve_turn_markers
 
@@ -93,7 +93,7 @@ def shows_tools(renderer: Renderer) -> bool:
 def _select_family(directory: Path, tokenizer: Tokenizer) -> str:
     """Return the architecture's family if it reproduces the model's own chat template, else `default`."""
     settings = directory / "config.json"
-    model_type = json.loads(settings.read_text()).get("model_type", "") if settings.is_file() else ""
+    model_type = read_settings(settings).get("model_type", "") if settings.is_file() else ""
     family = FAMILY_OF_MODEL_TYPE.get(model_type)
     if family is None:
         return "default"

@@ -20,6 +20,7 @@ import jinja2.sandbox
 import tokenizers
 
 from headrace.errors import BadInput
+from headrace.text.hub import read_settings
 
 MAX_NFC_CHARS = 4
 """The most characters that NFC composes into one."""
@@ -52,7 +53,7 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more precise
             raise TokenizerError(f"not a tokenizer: {error}", file=file) from error
         config_file = root / "tokenizer_config.json"
-        settings = json.loads(config_file.read_text()) if config_file.is_file() else {}
+        settings = read_settings(config_file) if config_file.is_file() else {}
         self.chat_template = _chat_template(root, settings)
         names = ("eos_token", "bos_token", "unk_token", "pad_token")
         self.eos_token, self.bos_token, self.unk_token, self.pad_token = (_token_text(settings.get(n)) for n in names)

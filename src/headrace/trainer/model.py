@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.model_shape import check_weights
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.rollout.packing import Cost, cost_of_model
 from headrace.trainer.attention import NAME as PACKED
@@ -317,6 +318,7 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     _refuse_unsupported(config, directory)
     if load:
+        check_weights(directory)
         module, report = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )

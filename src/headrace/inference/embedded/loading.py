@@ -24,6 +24,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
+from headrace.inference.model_shape import check_weights
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
 
@@ -46,6 +47,7 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
             fix="Leave it out.",
         )
     disable_progress_bar()  # logs are files
+    check_weights(directory)
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=automatic if dtype == "auto" else getattr(torch, dtype),
