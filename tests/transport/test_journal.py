@@ -314,6 +314,18 @@ def test_a_deleted_write_ahead_log_that_had_the_tables_is_reported(tmp_path: Pat
         Journal(path, read_only=True)
 
 
+def test_reading_a_closed_journal_leaves_no_files_beside_it_and_needs_no_writable_directory(tmp_path: Path):
+    with closing(Journal(tmp_path / "journal.sqlite")) as journal:
+        journal.commit(entries(draws(0)))
+    tmp_path.chmod(0o555)
+    try:
+        with closing(Journal(tmp_path / "journal.sqlite", read_only=True)) as journal:
+            assert journal.open_draws() == draws(0)
+    finally:
+        tmp_path.chmod(0o755)
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.sqlite"]
+
+
 @pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.full)])
 def test_a_flipped_bit_is_found_or_changes_nothing_that_can_be_read(flips: int, tmp_path: Path):
     path, seed = tmp_path / "journal.sqlite", random.randrange(2**32)

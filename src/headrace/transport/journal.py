@@ -31,6 +31,7 @@ from headrace.transport.journal_schema import (
     check_log,
     check_version,
     find_damage,
+    is_at_rest,
     prepare,
     transaction,
 )
@@ -176,7 +177,8 @@ class Journal:
                 self._open_for_writing()
 
     def _open_for_reading(self) -> None:
-        self._file = self._db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+        options = "mode=ro&immutable=1" if is_at_rest(self.path) else "mode=ro"
+        self._file = self._db = sqlite3.connect(f"{self.path.absolute().as_uri()}?{options}", uri=True)
         version = check_version(self._file, self.path)
         if version == 0:
             raise BadInput(

@@ -222,7 +222,7 @@ def check_log(path: Path) -> None:
 
     A transaction that was being written when the process was killed is not damage: nothing comes after it.
     """
-    log = path.with_name(f"{path.name}-wal")
+    log = log_of(path)
     content = log.read_bytes() if log.is_file() else b""
     while content and (place := _ignored_part(content)) is not None:
         again = log.read_bytes() if log.is_file() else b""
@@ -234,6 +234,20 @@ def check_log(path: Path) -> None:
                 "over, or export the newest checkpoint with `headrace export`.",
             )
         content = again
+
+
+def log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def is_at_rest(path: Path) -> bool:
+    """Return whether no process writes the journal: its last writer has removed the write-ahead log.
+
+    SQLite can then read it without files beside it, which it would create and leave behind.
+    """
+    with open(path, "rb") as file:
+        uses_log = file.read(20)[18:] == b"\x02\x02"
+    return uses_log and not log_of(path).exists()
 
 
 def _ignored_part(log: bytes) -> int | None:
