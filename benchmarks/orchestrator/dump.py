@@ -70,7 +70,7 @@ def python_rows(directory: Path, rollouts: list[Rollout]) -> None:
 
 
 def flat_arrays(directory: Path, rollouts: list[Rollout]) -> None:
-    write_rollouts(directory, 1, rollouts, [], keep_last=1)
+    write_rollouts(directory, 1, rollouts, [])
 
 
 def nothing(directory: Path, rollouts: list[Rollout]) -> None:

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,16 @@ async def test_a_batch_that_cannot_be_written_loses_no_draw(
     assert "drawn" not in {state for _, state in rows}
     shipped = [draw for b in (*pipeline.trainer.batches, *second.trainer.batches) for draw in b.draw_ids]
     assert len(shipped) == len(set(shipped))
+
+
+async def test_a_journal_that_ends_before_an_announced_batch_has_lost_commits(tmp_path: Path, tiny_model: Path):
+    pipeline = Pipeline(tmp_path, tiny_model)
+    await pipeline.finish()
+    with closing(Journal(pipeline.run.journal)) as journal:
+        journal.rewind(2)  # as without the newest commits in the write-ahead log
+    with refused(BadInput, file=pipeline.run.journal):
+        await Pipeline(tmp_path, tiny_model).finish(first=3)
+    assert pipeline.run.batches.steps() == [1, 2, 3, 4]
 
 
 async def test_a_rewound_trainer_is_followed(tmp_path: Path, tiny_model: Path):
