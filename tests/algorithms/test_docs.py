@@ -51,7 +51,7 @@ def test_every_command_is_understood_and_its_files_are_there(command: list[str])
     assert all((REPOSITORY / word).is_file() for word in command if word.endswith(".toml"))
 
 
-@pytest.mark.parametrize("row", cells("## Examples, and what"), ids=lambda row: row[1])
+@pytest.mark.parametrize("row", cells("## Examples and results"), ids=lambda row: row[1])
 def test_every_example_loads_and_has_the_algorithm_that_the_page_says(row: list[str]):
     command, description = row
     files = [REPOSITORY / file for file in command.strip("`").split()[2:]]
@@ -87,7 +87,7 @@ def test_every_section_is_a_valid_one(text: str):
 
 def test_every_type_is_listed():
     assert with_algorithms_table(DOCS) == DOCS, "run `make docs`"
-    assert [row[0].strip("`") for row in cells("## Those that ship")] == ALGORITHMS.names
+    assert [row[0].strip("`") for row in cells("## Built-in algorithms")] == ALGORITHMS.names
 
 
 @pytest.mark.parametrize("row", cells("## Length penalties"), ids=lambda row: row[0])
