@@ -46,6 +46,7 @@ ATTACKS = {
     "writes into the interpreter's libraries": Attack(
         _succeeds_if("True", "path = SITE_PACKAGES + '/attack.py'\nopen(path, 'w').close()\nos.remove(path)"),
         "write files",
+        needs_root=True,
     ),
     "fills the disk outside": Attack(
         _succeeds_if(
@@ -132,9 +133,11 @@ ATTACKS = {
     ),
     "doubles its processes": Attack(
         _succeeds_if(
-            "os.getpid() == first and len(os.read(reading, 300)) > 200",
-            "first = os.getpid()\nreading, writing = os.pipe()\nfor n in range(8): os.fork()\n"
-            "os.write(writing, b'x')\ntime.sleep(WAIT)",
+            "os.getpid() == first and b'!' not in seen",
+            "first, seen = os.getpid(), b''\nreading, writing = os.pipe()\nfor n in range(8):\n"
+            "    try: os.fork()\n    except OSError: os.write(writing, b'!'), os._exit(0)\n"
+            "os.write(writing, b'x')\nif os.getpid() != first: time.sleep(WAIT)\n"
+            "while os.getpid() == first and b'!' not in seen and len(seen) < 256: seen += os.read(reading, 256)",
         )
     ),
     "leaves hundreds of zombies": Attack(
@@ -183,6 +186,7 @@ ATTACKS = {
     "changes its root": Attack(_succeeds_if("os.chroot('.') is None"), needs_root=True),
     "makes a device": Attack(_succeeds_if("os.mknod('disk', 0o60600, 0x801) is None"), needs_root=True),
     "raises its priority": Attack(_succeeds_if("os.nice(-5) < 0"), needs_root=True),
+    "changes its user": Attack(_succeeds_if("os.setresuid(0, 0, 0) is None"), needs_root=True),
     "changes the system's settings": Attack(
         _succeeds_if("open('/proc/sys/kernel/hostname', 'w')"), "write files", needs_root=True
     ),

@@ -174,7 +174,7 @@ async def test_an_attack_succeeds_without_a_sandbox(places: dict[str, Any], name
         pytest.skip("it would stop the tests")
     with open(os.devnull) as inherited:  # noqa: ASYNC230
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", f"{assignments(places, wait_s=0.1)}\n{ATTACKS[name].code}"),
+            *(sys.executable, "-c", f"{assignments(places, wait_s=0.5)}\n{ATTACKS[name].code}"),
             cwd=tmp_path,
             env={**os.environ, "SECRET_KEY": "hunter2"},
             pass_fds=[inherited.fileno()],
@@ -199,7 +199,7 @@ HOPELESS = {
     "kills everything": ("import os\nos.kill(-1, 9)", {}),
 }
 """Programs that score nothing, and the options of the reward."""
-WITHIN_BUBBLEWRAP = ("removes what it finds", "doubles for ever", "kills everything")
+WITHIN_BUBBLEWRAP = ("removes what it finds", "kills everything")
 """Those that only run where nothing else can be harmed."""
 
 
@@ -269,5 +269,6 @@ async def test_a_task_with_an_image_runs_in_a_container():
     if image is None:
         pytest.skip("there is no image with Python")
     reward = CodeExecution(image_field="image", processes=1)
-    assert await reward(answer("print('breach')"), {"tests": BREACH, "image": image}) == 1.0
+    inside = "import os\nif os.getuid() == 65534 and os.getpid() < 100: print('breach')"
+    assert await reward(answer(inside), {"tests": BREACH, "image": image}) == 1.0
     await reward.close()

@@ -120,7 +120,7 @@ def test_the_fallback_is_announced_with_everything_that_it_allows(monkeypatch: p
 
 def test_without_filters_and_namespaces_the_fallback_allows_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(seccomp, "is_available", lambda: False)
-    monkeypatch.setattr(isolation, "new_user_outside", lambda: None)
+    monkeypatch.setattr(isolation, "interpreter_is_public", lambda: False)
     monkeypatch.setattr(isolation, "may_enter_namespace", lambda: False)
     expected = isolation.FALLBACK_ALLOWS | isolation.WITHOUT_FILTER | isolation.WITHOUT_NAMESPACE
     assert isolation.fallback_allows() == expected

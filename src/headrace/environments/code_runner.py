@@ -200,13 +200,14 @@ def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_
 def give_up_rights(job: Job, directory: str | None = None) -> None:
     """In a process that will run untrusted code: set limits, user, capabilities and filter, which children inherit.
 
-    Outside of a container the user may be another one than that of the parent, and then owns the `directory`.
+    A superuser's code outside of a container becomes another user, who owns the `directory`. If that user could not
+    read the interpreter, its processes count as that user's, and its files are the superuser's.
     """
     _limit_resources(job)
     if job["user"] is not None and not job["contained"]:
         if directory is not None:
-            os.chown(directory, job["user"], job["user"])
-        _change_user(job["user"])
+            os.chown(directory, job["file_user"], -1)
+        _change_user(job["user"], job["file_user"])
     if LINUX:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by the change of user
         LIBC.prctl(PR_SET_DUMPABLE, 1)
@@ -253,15 +254,15 @@ def enter_container(user: int | None) -> None:
     """As the first process inside bubblewrap: give up the superuser for `user`, and end with the process outside."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that Python handles, and so could come from inside
     if user is not None:
-        _change_user(user)
+        _change_user(user, user)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by the change of user
     LIBC.prctl(PR_SET_DUMPABLE, 0)  # no other process inside can read its memory or use its descriptors
 
 
-def _change_user(user: int) -> None:
+def _change_user(user: int, file_user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
+    os.setresuid(user, file_user, file_user)
 
 
 def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool) -> None:

@@ -27,7 +27,7 @@ import msgspec
 
 from headrace.environments import seccomp
 from headrace.environments.child_process import ONE_THREAD
-from headrace.environments.code_runner import may_enter_namespace
+from headrace.environments.code_runner import MAX_OPEN_FILES, may_enter_namespace
 from headrace.errors import BadInput
 
 SETTINGS_VAR = "HEADRACE_SANDBOX"
@@ -122,7 +122,8 @@ def fallback_notice() -> str | None:
 
 def fallback_allows() -> dict[str, str]:
     """Return what the fallback does not stop on this machine."""
-    is_apart = sys.platform == "linux" and (new_user_outside() is not None or may_enter_namespace())
+    own_user = os.geteuid() == 0 and interpreter_is_public()
+    is_apart = sys.platform == "linux" and (own_user or may_enter_namespace())
     filtered = {} if seccomp.is_available() else WITHOUT_FILTER
     return FALLBACK_ALLOWS | filtered | ({} if is_apart else WITHOUT_NAMESPACE)
 
@@ -156,10 +157,16 @@ def new_user() -> int | None:
     return FIRST_USER + secrets.randbelow(1 << 24) if os.geteuid() == 0 else None
 
 
-def new_user_outside() -> int | None:
-    """Return the user that untrusted code changes to without bubblewrap; None if it could not use the interpreter."""
+def identity(*, contained: bool) -> dict[str, int | None]:
+    """Return the users of a process that runs untrusted code: for its processes, and for the files that it can read."""
+    user = new_user()
+    return {"user": user, "file_user": user if contained or interpreter_is_public() else 0}
+
+
+def interpreter_is_public() -> bool:
+    """Return whether other users can use this interpreter."""
     paths = {path for folder in interpreter_folders() for path in (Path(folder), *Path(folder).parents)}
-    return new_user() if all(path.stat().st_mode & OTHERS_MAY_ENTER for path in paths) else None
+    return all(path.stat().st_mode & OTHERS_MAY_ENTER for path in paths)
 
 
 def bubblewrap_command(
@@ -211,6 +218,7 @@ def podman_command(
         *("podman", "run", "--rm", "--interactive", "--pull=never", "--network=none", "--read-only"),
         *("--cap-drop=all", "--security-opt=no-new-privileges", f"--user={OTHER_USER}:{OTHER_USER}"),
         *(f"--memory={memory_mb}m", f"--memory-swap={memory_mb}m", f"--pids-limit={processes}"),
+        *(f"--ulimit=nofile={MAX_OPEN_FILES}:{MAX_OPEN_FILES}", f"--ulimit=nproc={processes}:{processes}"),
         *(f"--tmpfs=/tmp:rw,mode=1777,size={disk_mb}m", f"--shm-size={disk_mb}m", "--workdir=/tmp"),
         *(f"--volume={path}:{inside}:ro" for inside, path in files.items()),
         *("--env=HOME=/tmp", "--env=TMPDIR=/tmp", f"--entrypoint={program[0]}", image, *program[1:]),

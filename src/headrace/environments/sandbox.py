@@ -41,8 +41,7 @@ from headrace.environments.isolation import (
     bubblewrap_command,
     current_settings,
     filter_hex,
-    new_user,
-    new_user_outside,
+    identity,
     register_untrusted,
 )
 from headrace.environments.sandbox_process import SCHEMA, Limits, pack, unpack
@@ -56,7 +55,9 @@ CPU_BOUND_PATIENCE = 10.0
 MIN_CPU_POLL_S = 0.05
 """The shortest interval between two readings of a call's CPU time."""
 PACKAGE = Path(headrace.__file__).parent
-PROGRAM = f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from {sandbox_process.__name__} import main; main()"
+PROGRAM = f"import sys; sys.path[:] = {{path!r}}; from {sandbox_process.__name__} import main; main()"
+LIBRARIES = ("site-packages", "dist-packages")
+"""Folders on the path that untrusted functions can read."""
 DISK_MB, WORKER_MB = 64, 256
 """For untrusted functions: of their files, and of the memory of the process that they are forked from."""
 
@@ -176,7 +177,7 @@ class _Process:
         self._channel = Channel(self._connection_lost)
         try:
             with parent_ends() as (self._socket, self._lifeline, descriptors):
-                command = [sys.executable, "-c", PROGRAM, *map(str, descriptors)]
+                command = [sys.executable, "-c", PROGRAM.format(path=sys.path), *map(str, descriptors)]
                 self._process = subprocess.Popen(
                     command if limits is None else self._confined(command, limits, modules),
                     pass_fds=descriptors,
@@ -189,12 +190,12 @@ class _Process:
 
     def _confined(self, command: list[str], limits: Limits, modules: Sequence[str]) -> list[str]:
         """Return the command line of a process for untrusted functions, and complete its limits."""
-        user = new_user() if limits["contained"] else new_user_outside()
-        self._limits = {**limits, "user": user}
+        self._limits = {**limits, **identity(contained=limits["contained"])}
         if not limits["contained"]:
             return command
-        files = {str(path): str(path) for path in (PACKAGE, *map(_path_of, modules))}
-        command = bubblewrap_command(command, files, user=user, disk_mb=limits["disk_mb"])
+        libraries = [path for path in sys.path if Path(path).name in LIBRARIES and os.path.isdir(path)]
+        files = {str(path): str(path) for path in (PACKAGE, *libraries, *map(_path_of, modules))}
+        command = bubblewrap_command(command, files, user=self._limits["user"], disk_mb=limits["disk_mb"])
         if (parent := usable_parent()) is not None:
             memory_mb = limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB
             self._group = Cgroup(parent, memory_mb, limits["processes"])
@@ -207,9 +208,7 @@ class _Process:
         except BaseException:
             self.kill("could not be connected to")
             raise
-        await self._prepare(
-            "start", f"{sandbox_process.__name__}:begin", (SCHEMA, sys.path, self._memory_mb, self._limits)
-        )
+        await self._prepare("start", f"{sandbox_process.__name__}:begin", (SCHEMA, self._memory_mb, self._limits))
 
     async def call(self, function: str, arguments: bytes, timeout: float, patience: float) -> Any:
         if function not in self._functions:

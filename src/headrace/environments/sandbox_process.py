@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import select
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -79,12 +78,11 @@ def import_function(path: str) -> Callable[..., Any]:
 _confinement: Limits | None = None
 
 
-def begin(schema: int, module_path: list[str], memory_mb: int | None, limits: Limits | None) -> None:
-    """In a process of a sandbox: take the parent's `sys.path` and the limits; the first call."""
+def begin(schema: int, memory_mb: int | None, limits: Limits | None) -> None:
+    """In a process of a sandbox: take the limits; the first call."""
     global _confinement
     if schema != SCHEMA:
         raise RuntimeError(f"the parent uses schema {schema}, this process {SCHEMA}: restart the run")
-    sys.path[:] = module_path
     _confinement = limits
     if limits is not None and limits["contained"]:
         enter_container(limits["user"])

@@ -1,8 +1,8 @@
 """The system calls that untrusted code may not make, as a program for Linux's seccomp.
 
 A list of refused calls, not of allowed ones: a solution may use any library. Refused is what reaches other processes,
-changes mounts or namespaces, takes memory that no limit counts, or has been a way out of sandboxes; such a call fails
-with EPERM. The filter needs no privilege and no library, and holds for all children.
+changes the user, mounts or namespaces, takes memory that no limit counts, or has been a way out of sandboxes; such a
+call fails with EPERM. The filter needs no privilege and no library, and holds for all children.
 """
 
 from __future__ import annotations
@@ -32,7 +32,17 @@ NUMBERS = {
         0xC000003E,
         {
             **{"shmget": 29, "socket": 41, "clone": 56, "semget": 64, "msgget": 68, "ptrace": 101, "personality": 135},
-            **{"pivot_root": 155, "chroot": 161, "mount": 165, "umount2": 166, "mq_open": 240, "add_key": 248},
+            **{
+                "setuid": 105,
+                "setreuid": 113,
+                "setresuid": 117,
+                "pivot_root": 155,
+                "chroot": 161,
+                "mount": 165,
+                "umount2": 166,
+                "mq_open": 240,
+                "add_key": 248,
+            },
             **{"request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "fanotify_init": 300},
             **{"open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312},
             **{"memfd_create": 319, "bpf": 321, "userfaultfd": 323},
@@ -43,7 +53,17 @@ NUMBERS = {
         0xC00000B7,
         {
             **{"umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "personality": 92, "unshare": 97},
-            **{"ptrace": 117, "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198},
+            **{
+                "ptrace": 117,
+                "setreuid": 145,
+                "setuid": 146,
+                "setresuid": 147,
+                "mq_open": 180,
+                "msgget": 186,
+                "semget": 190,
+                "shmget": 194,
+                "socket": 198,
+            },
             **{"add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220, "perf_event_open": 241},
             **{"fanotify_init": 262, "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270},
             **{"process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "bpf": 280, "userfaultfd": 282},

@@ -35,8 +35,7 @@ from headrace.environments.isolation import (
     bubblewrap_command,
     current_settings,
     filter_hex,
-    new_user,
-    new_user_outside,
+    identity,
     podman_command,
     register_untrusted,
 )
@@ -226,14 +225,13 @@ def _command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapping[st
     python, files = ["python3", "-I", "-X", "utf8", RUNNER_INSIDE], {RUNNER_INSIDE: RUNNER}
     disk_mb = job["disk_mb"] + 1 + max(4 * len(test.get("input", "")) >> 20 for test in job["tests"])
     if job["image"]:
-        job |= {"contained": True, "user": None}
+        job |= {"contained": True, "user": None}  # podman has changed it
         limits = {"memory_mb": job["memory_mb"], "processes": job["processes"]}
         return podman_command(job["image"], python, files, disk_mb=disk_mb, **limits), os.environ
     python[0] = sys.executable
+    job |= identity(contained=job["contained"])
     if job["contained"]:
-        job["user"] = new_user()
         return bubblewrap_command(python, files, user=job["user"], disk_mb=disk_mb), os.environ
-    job["user"] = new_user_outside()
     return [*python[:-1], RUNNER], {"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD}
 
 
