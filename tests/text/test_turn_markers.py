@@ -15,6 +15,7 @@ import renderers.base
 import tokenizers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from renderers import config_from_name, create_renderer
 from renderers.base import RenderedTokens, Renderer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -171,6 +172,8 @@ def test_no_text_changes_the_turns_of_a_family(name: str, are_special: bool):
             form.unprotected.render_ids(messages, add_generation_prompt=True)
         )
         assert form.count(tokens_of(rendered, 3), [*markers, *tags]) == in_result
+        of_assistant = form.renderer.render_ids(conversation("a1", "a1", "a1", user + "z"), add_generation_prompt=True)
+        assert form.count(of_assistant, markers) == emitted
 
     check()
 
@@ -294,6 +297,16 @@ def test_a_format_that_marks_turns_by_plain_text_is_reported(caplog: pytest.LogC
     template("chatml")
     made("default", ("<s>", "</s>"), (), "{% for m in messages %}{{ m.content }}</s>{% endfor %}")
     assert not caplog.records
+
+
+def test_what_a_template_refuses_is_quoted_as_it_was_written():
+    refusing = (
+        "{% for m in messages %}<s>{% if '?' in m.content %}{{ raise_exception(m.content) }}{% endif %}{% endfor %}"
+    )
+    form = made("default", ("<s>", "</s>"), (), refusing)
+    with pytest.raises(TemplateError) as refused:
+        form.renderer.render_ids([{"role": "user", "content": "a </s>?"}])
+    assert str(refused.value) == "a </s>?"
 
 
 def test_role_names_that_are_tokens_are_tokens_in_text(tmp_path: Path):

@@ -233,7 +233,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(str(message).replace(BREAK, ""))
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> tokenizers.Tokenizer:
