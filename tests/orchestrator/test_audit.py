@@ -10,7 +10,7 @@ from headrace.cli.main import main
 from headrace.orchestrator.audit import find_violations
 from headrace.rollout.batch import Batch
 from headrace.rollout.digest import digest_of
-from headrace.transport.checkpoint_files import TENSORS, XXH3, BlockDigests, CheckpointMarker
+from headrace.transport.checkpoint_files import STATE, TENSORS, XXH3, BlockDigests, CheckpointMarker
 from headrace.transport.files import MARKER, link_tree
 from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
 from headrace.transport.run_dir import RunDir
@@ -86,6 +86,7 @@ def test_a_damaged_checkpoint_is_named_and_one_without_digests_is_not(run: RunDi
         path = checkpoint / TENSORS / "a.safetensors"
         path.parent.mkdir(parents=True)
         path.write_bytes(b"abcdef")
+        (checkpoint / STATE).write_bytes(b"{}")
         digests = BlockDigests(6, 4, [digest_of(b"abcd"), digest_of(b"ef")], XXH3)
         marker = CheckpointMarker(step, tensors={path.name: digests} if step == 2 else {})
         (checkpoint / MARKER).write_bytes(msgspec.json.encode(marker))
@@ -95,6 +96,22 @@ def test_a_damaged_checkpoint_is_named_and_one_without_digests_is_not(run: RunDi
     capsys.readouterr()
     assert main(["audit", str(run.root)]) == 1
     assert capsys.readouterr().out.count(f"{path.name}: damaged: 1 of 2 blocks differ, the first at byte 4") == 1
+
+
+@pytest.mark.parametrize("deleted", [STATE, TENSORS])
+def test_what_is_missing_in_a_checkpoint_without_digests_is_named(
+    deleted: str, run: RunDir, capsys: pytest.CaptureFixture[str]
+):
+    checkpoint = run.checkpoints / "step-00000002"
+    (checkpoint / TENSORS).mkdir(parents=True)
+    (checkpoint / TENSORS / "a.safetensors").write_bytes(b"abcdef")
+    (checkpoint / STATE).write_bytes(b"{}")
+    (checkpoint / MARKER).write_bytes(msgspec.json.encode(CheckpointMarker(2)))
+    assert main(["audit", str(run.root)]) == 0
+    (checkpoint / deleted).rename(run.root / "elsewhere")
+    capsys.readouterr()
+    assert main(["audit", str(run.root)]) == 1
+    assert f"{checkpoint / deleted}: missing" in capsys.readouterr().out
 
 
 def test_a_run_without_a_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

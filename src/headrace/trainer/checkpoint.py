@@ -35,6 +35,7 @@ from headrace.trainer.tensor_files import (
 )
 from headrace.transport.adapter import CONFIG as ADAPTER_CONFIG
 from headrace.transport.checkpoint_files import (
+    STATE,
     TENSORS,
     CheckpointMarker,
     check_files,
@@ -47,7 +48,6 @@ from headrace.transport.files import MARKER, STEP, link_tree, sync
 log = logging.getLogger(__name__)
 
 MODEL = "model"
-STATE = "state.json"
 PERMANENT = "permanent"
 
 

@@ -21,6 +21,8 @@ from headrace.transport.files import MARKER, STEP, check_regular
 
 TENSORS = "tensors"
 """The directory of a checkpoint's tensor files."""
+STATE = "state.json"
+"""The trainer's counters in a checkpoint."""
 READER_THREADS = 8
 XXH3 = "xxh3-128"
 
@@ -92,6 +94,10 @@ def check_checkpoint(checkpoint: Path) -> Iterator[Path | DamagedFile]:
         return
     if marker.files:  # older versions wrote neither these nor a digest of the marker
         yield checkpoint / MARKER
+    elif not (checkpoint / STATE).is_file():
+        yield DamagedFile("missing", file=checkpoint / STATE)
+    if not marker.tensors and not any((checkpoint / TENSORS).glob("*")):
+        yield DamagedFile("missing", file=checkpoint / TENSORS)
     yield from (check_file(checkpoint / name, digest) for name, digest in marker.files.items())
     yield from (_check_blocks(checkpoint / TENSORS / name, recorded) for name, recorded in marker.tensors.items())
 
