@@ -82,6 +82,23 @@ def test_only_the_system_and_the_interpreter_can_be_read():
     assert not {Path("/"), Path("/etc"), Path("/home"), Path.home(), Path.cwd()} & set(sources)
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "users", "expected"),
+    [
+        ("000001ffffffffff", "0 0 4294967295", True),
+        ("00000000a80425fb", "0 0 4294967295", True),  # in a container of Docker
+        ("0000000000000000", "0 0 4294967295", False),
+        ("000001ffffffffff", "0 1000 1\n1 100000 65536", False),  # in a container without root
+    ],
+)
+def test_a_process_changes_its_user_if_it_has_the_privileges_and_the_users_exist(
+    tmp_path: Path, capabilities: str, users: str, expected: bool
+):
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    (tmp_path / "uid_map").write_text(users)
+    assert isolation.may_change_user(tmp_path) is expected
+
+
 def test_podman_runs_an_image_without_network_and_rights():
     files = {"/code_runner.py": "/src/code_runner.py"}
     command = podman_command("python:3.12", ["python3", "-I"], files, memory_mb=512, processes=64, disk_mb=16)
@@ -121,7 +138,7 @@ def test_the_fallback_is_announced_with_everything_that_it_allows(monkeypatch: p
 def test_without_filters_and_namespaces_the_fallback_allows_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(seccomp, "is_available", lambda: False)
     monkeypatch.setattr(isolation, "interpreter_is_public", lambda: False)
-    monkeypatch.setattr(isolation, "may_enter_namespace", lambda: False)
+    monkeypatch.setattr(isolation, "may_enter_namespace", lambda with_users: False)
     expected = isolation.FALLBACK_ALLOWS | isolation.WITHOUT_FILTER | isolation.WITHOUT_NAMESPACE
     assert isolation.fallback_allows() == expected
 

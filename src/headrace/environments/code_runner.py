@@ -228,7 +228,7 @@ def _limit_resources(job: Job) -> None:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         memory = job["memory_mb"] << 20
-        others = 0 if job["contained"] or job["user"] is not None or os.geteuid() == 0 else _tasks_of_user()
+        others = 0 if job["contained"] or job["user"] is not None else _tasks_of_user()
         limits |= {
             resource.RLIMIT_DATA: memory,
             resource.RLIMIT_AS: mapped + memory,
@@ -389,24 +389,27 @@ def _tasks_of_user() -> int:
     return tasks
 
 
-def _enter_namespace() -> None:
-    """Enter a PID namespace, of which the next child is the first process; all others there end with it."""
+def _enter_namespace(with_users: bool) -> None:
+    """Enter a PID namespace, of which the next child is the first process; all others there end with it.
+
+    Without privileges that needs a user namespace, too (`with_users`), in which only the current user exists.
+    """
     user, group = os.geteuid(), os.getegid()
-    if LIBC.unshare(CLONE_NEWPID | (CLONE_NEWUSER if user else 0)):
+    if LIBC.unshare(CLONE_NEWPID | (CLONE_NEWUSER if with_users else 0)):
         raise OSError(ctypes.get_errno(), "no namespace")
-    if user == 0:  # who needs no user namespace, and changes to a user that would not exist there
+    if not with_users:
         return
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
 
 
-def may_enter_namespace() -> bool:
+def may_enter_namespace(with_users: bool) -> bool:
     """Return whether a namespace is allowed, tried in a child, since a failed attempt cannot be undone."""
     if (pid := os.fork()) == 0:
         status = 1
         try:
-            _enter_namespace()
+            _enter_namespace(with_users)
             if (first := os.fork()) == 0:
                 os._exit(0)
             status = os.waitpid(first, 0)[1]
@@ -415,12 +418,12 @@ def may_enter_namespace() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _isolate() -> None:
+def _isolate(with_users: bool) -> None:
     """Isolate this program from the solution as far as the system allows."""
     call = LIBC.prctl
     call(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if may_enter_namespace():
-        _enter_namespace()
+    if may_enter_namespace(with_users):
+        _enter_namespace(with_users)
         if (first := os.fork()) != 0:
             call(PR_SET_DUMPABLE, 0)
             os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
@@ -435,7 +438,7 @@ def main() -> None:
     if job["contained"]:
         enter_container(job["user"])
     elif LINUX:
-        _isolate()
+        _isolate(with_users=job["user"] is None)
     clock = Clock(job["timeout"], job["patience"])
     try:
         print(json.dumps([run_test(job, test, clock) for test in job.pop("tests")]))

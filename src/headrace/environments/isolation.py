@@ -44,6 +44,9 @@ print("works")
 """
 FIRST_USER = 0x70000000
 """A superuser's sandboxes run as users from here on, each as another: the kernel counts processes by user."""
+USERS = 1 << 24
+CHANGE_USER = 0b1100_0000
+"""The capabilities CAP_SETUID and CAP_SETGID."""
 OTHER_USER = 65534
 """The user inside the user namespace of everyone else's sandboxes."""
 OTHERS_MAY_ENTER = 0o001
@@ -116,14 +119,17 @@ def fallback_notice() -> str | None:
     """Return what the fallback does not stop, if untrusted code is run, and in it."""
     if not _registered or uses_bubblewrap():
         return None
-    why = 'it is "rlimit"' if current_settings().kind == "rlimit" else bubblewrap_problem()
-    return f"{KEY}: {why}, so that code that the model writes can: {'; '.join(fallback_allows().values())}. {INSTALL}."
+    why, fix = bubblewrap_problem(), INSTALL
+    if current_settings().kind == "rlimit":
+        why, fix = 'it is "rlimit"', 'Set it to "auto"'
+    return f"{KEY}: {why}, so that code that the model writes can: {'; '.join(fallback_allows().values())}. {fix}."
 
 
 def fallback_allows() -> dict[str, str]:
     """Return what the fallback does not stop on this machine."""
-    own_user = os.geteuid() == 0 and interpreter_is_public()
-    is_apart = sys.platform == "linux" and (own_user or may_enter_namespace())
+    user = new_user()
+    own_user = user is not None and interpreter_is_public()
+    is_apart = sys.platform == "linux" and (own_user or may_enter_namespace(with_users=user is None))
     filtered = {} if seccomp.is_available() else WITHOUT_FILTER
     return FALLBACK_ALLOWS | filtered | ({} if is_apart else WITHOUT_NAMESPACE)
 
@@ -153,8 +159,18 @@ def bubblewrap_problem() -> str | None:
 
 
 def new_user() -> int | None:
-    """Return the user that a sandbox changes to; None unless this process is the superuser's."""
-    return FIRST_USER + secrets.randbelow(1 << 24) if os.geteuid() == 0 else None
+    """Return the user that a sandbox changes to; None unless this process may change its user."""
+    return FIRST_USER + secrets.randbelow(USERS) if may_change_user(Path("/proc/self")) else None
+
+
+def may_change_user(process: Path) -> bool:
+    """Return whether a process, a folder in /proc, has the privileges, and the users exist in its user namespace."""
+    if not process.exists():
+        return False
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    extents = [[*map(int, line.split())] for line in (process / "uid_map").read_text().splitlines()]
+    exist = any(first <= FIRST_USER and first + count >= FIRST_USER + USERS for first, _, count in extents)
+    return exist and int(status["CapEff"], 16) & CHANGE_USER == CHANGE_USER
 
 
 def identity(*, contained: bool) -> dict[str, int | None]:

@@ -154,6 +154,9 @@ class Sandbox:
             if process.is_alive():
                 return process
             process.kill("ended while it was idle")
+        for process in self._processes:
+            if not process.is_running():
+                process.remove_group()
         self._processes = [process for process in self._processes if process.is_running()]
         process = _Process(self._memory_mb, self._limits, self._modules)
         self._processes.append(process)
@@ -240,6 +243,10 @@ class _Process:
 
     async def ended(self) -> None:
         await asyncio.to_thread(self._process.wait)
+        self.remove_group()
+
+    def remove_group(self) -> None:
+        """Remove its cgroup, after its end."""
         if self._group is not None:
             self._group.remove()
 
