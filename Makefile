@@ -12,13 +12,14 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-sandbox test-vllm lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a tiny model and see its reward rise"
 	@echo "make test       style, types and the fast tests"
 	@echo "make test-full  every test, the long ones too"
+	@echo "make test-faults  damaged files and killed processes in real runs, for hours"
 	@echo "make test-sandbox  attacks on the sandbox of code that models write, with bubblewrap (installed by apt as root)"
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make lint       style and types alone"
@@ -35,7 +36,12 @@ test: lint
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
 test-full: $(DEV)
-	$(BIN)/python -m pytest -m "full or not full" --session-timeout=14400 $(ARGS)
+	$(BIN)/python -m pytest -m "not faults" --session-timeout=14400 $(ARGS)
+
+# Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,
+# --resumes and --kills.
+test-faults: $(DEV)
+	$(BIN)/python -m pytest -m faults tests/faults --session-timeout=28800 $(ARGS)
 
 test-sandbox: $(DEV)
 	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && apt-get install -y bubblewrap; } || \

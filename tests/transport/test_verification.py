@@ -96,5 +96,6 @@ def test_damaged_rollouts_are_not_read(run: RunDir):
 
 
 @pytest.mark.parametrize("name", ["rl", "sft", "hackable"])
-def test_an_old_run_is_not_damaged(name: str):
-    assert verify(RunDir(OLD_RUNS / name), has_digest).damages == []
+def test_an_old_run_is_not_damaged(name: str, tmp_path: Path):
+    copy = shutil.copytree(OLD_RUNS / name, tmp_path / name)  # SQLite writes files beside a journal that it reads
+    assert verify(RunDir(copy), has_digest).damages == []

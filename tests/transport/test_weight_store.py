@@ -199,3 +199,11 @@ def test_a_model_whose_tensors_were_changed_no_longer_has_its_markers_checksum(s
     directory = store.path(Version(0, 1))
     shutil.copy(directory / "model.safetensors", directory / "model-2.safetensors")
     assert checksum(directory) != marker.checksum
+
+
+def test_versions_that_a_trainer_will_publish_again_are_deleted(store: WeightStore):
+    for step in (5, 6, 7):
+        store.publish(Version(0, step), model())
+    store.delete_after(6)
+    assert store.published() == [Version(0, 5), Version(0, 6)]
+    assert not store.path(Version(0, 7)).exists()

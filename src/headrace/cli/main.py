@@ -26,7 +26,7 @@ from headrace.safe_text import CONTINUATION, escape_output
 
 FAILED = 1
 
-EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.ENOTDIR, errno.EPERM, errno.EROFS})
+EXPLAINED_ERRNOS = frozenset({errno.EACCES, errno.EADDRINUSE, errno.EIO, errno.ENOTDIR, errno.EPERM, errno.EROFS})
 """Errors of the operating system that are explained by their text and path."""
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 """Texts of a full disk in errors that a library has wrapped."""

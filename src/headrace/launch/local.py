@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from headrace.config.base import ConfigError
@@ -55,8 +54,13 @@ def launch(
         save(config, run)
         save_folders(code_folders, run)
         options: dict[str, Any] = {"max_running": max_running, "memory_advice": memory_advice}
-        make = partial(make_supervisor, config, run, title(run), inherited=(held,), **options)
-        supervisor = make(resume=resume)
+
+        def make(resume: bool) -> Supervisor:
+            if resume:
+                run.weights.delete_after(run.latest_checkpoint_step())
+            return make_supervisor(config, run, title(run), resume, inherited=(held,), **options)
+
+        supervisor = make(resume)
         try:
             for _ in range(config.launch.max_restarts):
                 try:

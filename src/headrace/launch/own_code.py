@@ -50,7 +50,7 @@ def add_code_folders_of(run: RunDir) -> None:
 
 
 def save_folders(folders: Sequence[str], run: RunDir) -> None:
-    write_atomically(run.code_folders, seal(CodeFolders(list(folders))) + b"\n")
+    write_atomically(run.code_folders, seal(CodeFolders(list(folders))))
 
 
 def _saved(run: RunDir) -> list[str]:

@@ -43,6 +43,8 @@ class WeightWatcher:
         self._poll = poll
         self._deadline = deadline
         self._lock = asyncio.Lock()
+        self._refused: Version | None = None
+        """A version that no engine could load at the start."""
         self._logged = ""
         """The last message about engines with another version."""
 
@@ -56,7 +58,8 @@ class WeightWatcher:
                 await self._update(latest)
             except (EngineFailed, EngineRejected) as error:
                 # Damaged by a power loss, for example: the trainer publishes its weights again.
-                log.warning("weights %s cannot be loaded, continuing with %s: %s", latest, self.version, error)
+                self._refused = latest
+                self._status.notify(f"weights {latest} cannot be loaded, continuing with {self.version}: {error}")
         else:
             await asyncio.to_thread(self._weights.acknowledge, self.version)  # so that the trainer sees a follower
 
@@ -67,7 +70,7 @@ class WeightWatcher:
 
         `report` is called regularly with the health of the reachable engines, by address.
         """
-        newest, checked = self.version, time.monotonic()
+        newest, checked = max(self.version, self._refused or self.version), time.monotonic()
         while True:
             latest = await asyncio.to_thread(self._weights.latest)
             if latest is not None and latest > newest:

@@ -17,7 +17,7 @@ Content = bytes | bytearray | memoryview
 NO_DIGEST = 32 * b"0"
 """Stands in the place of a file's digest in the file itself while the digest is computed."""
 
-_SEAL = re.compile(rb',"digest":"(.{32})"\}\s*\Z', re.DOTALL)
+_SEAL = re.compile(rb',"digest":"(.{32})"\}\Z', re.DOTALL)
 
 
 def digest_of(*parts: Content) -> str:

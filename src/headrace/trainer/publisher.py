@@ -128,6 +128,9 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
         raise ResumeError(fact, key="output_dir", value=run.root, fix="Resume the run, or choose another output_dir.")
     if learner.state.step:
         seen.append(learner.state.incarnation)
+    acknowledged = run.weights.acknowledged() if resuming else None
+    if acknowledged is not None and acknowledged.step:  # the launcher may have deleted the version itself
+        seen.append(acknowledged.incarnation)
     incarnation = learner.ranks.most(1 + max(seen, default=-1))
     if not incarnation:
         return

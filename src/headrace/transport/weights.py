@@ -97,6 +97,19 @@ class WeightStore:
     def latest(self) -> Version | None:
         return max(self.published(), default=None)
 
+    def delete_after(self, step: int) -> None:
+        """Delete versions after `step`, which a trainer that starts from there publishes again.
+
+        Otherwise engines could sample from them until the trainer is up, and then from its older version.
+        """
+        for version in self.published():
+            if version.step > step:
+                self._delete(version)
+
+    def _delete(self, version: Version) -> None:
+        (self.path(version) / MARKER).unlink()  # first, so that a partly deleted version is incomplete
+        shutil.rmtree(self.path(version))
+
     def sweep(self) -> None:
         """Delete incomplete versions left by a trainer that was killed while publishing or deleting."""
         for path in (*self.directory.glob(".v-*"), *self.directory.glob("v-*")):
@@ -126,8 +139,7 @@ class WeightStore:
             return
         for version in self.published()[:-keep_last]:
             if version < acknowledged:
-                (self.path(version) / MARKER).unlink()  # first, so that a partly deleted version is incomplete
-                shutil.rmtree(self.path(version))
+                self._delete(version)
 
 
 class NotAcknowledged(Failure):

@@ -50,8 +50,8 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     (where / "tensors" / "tokenizer.json").unlink()
     (where / "model").mkdir()
     (where / "model" / "config.json").write_text("{}")
-    (where / "state.json").write_text(json.dumps({"step": step}))
-    (where / "COMPLETE.json").write_text(json.dumps({"step": step}))
+    (where / "state.json").write_text(json.dumps({"step": step, "schema": 1}))
+    (where / "COMPLETE.json").write_text(json.dumps({"step": step, "schema": 1}))
     return where
 
 

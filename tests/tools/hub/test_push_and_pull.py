@@ -19,8 +19,11 @@ from headrace.cli.main import main
 from headrace.launch.run_directory import checkpoints
 from headrace.launch.saved_config import read_run
 from headrace.observe.summary import summarize
+from headrace.rollout.digest import seal
 from headrace.rollout.types import Rollout
 from headrace.tools.hub.repository import Checksum, git_hash_of, sha256_of
+from headrace.transport.checkpoint_files import CheckpointMarker
+from headrace.transport.digests import file_digest, write_digests
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.tools.hub.conftest import KEY, write_checkpoint, write_model
@@ -109,6 +112,22 @@ def test_checkpoints_come_along_when_they_are_named(hub: Hub, run: Path, tmp_pat
     assert headrace("pull", "team/mill", tmp_path / "elsewhere") == 0
     found = checkpoints(tmp_path / "elsewhere")
     assert {step: path.parent.name for step, path in found.items()} == {2: "permanent", 4: "checkpoints"}
+
+
+@pytest.mark.parametrize("folder", ["model", "checkpoints/step-00000004"])
+def test_a_damaged_model_or_checkpoint_is_not_uploaded(
+    folder: str, hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = run / folder / ("config.json" if folder == "model" else "state.json")
+    if folder == "model":
+        write_digests(path.parent)
+    else:
+        marker = CheckpointMarker(4, files={path.name: file_digest(path)})
+        (path.parent / "COMPLETE.json").write_bytes(seal(marker))
+    assert headrace("push", run, "team/mill", "--checkpoint", "step-4") == 0
+    path.write_text("{ }")
+    assert headrace("push", run, "team/mill", "--checkpoint", "step-4") == 2
+    assert str(path) in capsys.readouterr().err
 
 
 def test_a_pull_fetches_only_what_is_not_there(hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

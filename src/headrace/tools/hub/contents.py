@@ -15,6 +15,7 @@ from headrace.errors import BadInput
 from headrace.launch.run_directory import checkpoints, in_use
 from headrace.launch.saved_config import read_run
 from headrace.observe.summary import title
+from headrace.rollout.batch import DamagedFile
 from headrace.tools.hub.card import dataset_card, model_card, rollouts_card, run_card
 from headrace.tools.hub.folder import Listing, list_folder, refuse_running, refuse_secrets, refuse_secrets_in
 from headrace.tools.hub.layout import (
@@ -31,6 +32,8 @@ from headrace.tools.hub.layout import (
     relocate_config,
 )
 from headrace.tools.hub.repository import Content
+from headrace.transport.checkpoint_files import check_checkpoint
+from headrace.transport.digests import check_directory
 from headrace.transport.files import MARKER, STEP
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -71,6 +74,7 @@ def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
     refuse_secrets(tree, run.config, os.environ)
     base = str(tree.get("model", {}).get("name", ""))
     folders = ["model", "adapter", *_checkpoint_folders(run, parts)]
+    _refuse_damage(directory, folders)
     files: dict[str, Content] = {path_in_repo(path): directory / path for path in _parts_in(directory, folders)}
     base_name = hub_name(base) or Path(base).name
     complete = [ROOT, *(f"{RUN}{folder}/" for folder in folders[1:])]
@@ -87,6 +91,16 @@ def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
         files[run.plot.name] = run.plot
     card = run_card(run, repo, hub_name(base), Path(base).name, sorted(files))
     return Contents("run", name, files, card, complete)
+
+
+def _refuse_damage(directory: Path, folders: Sequence[str]) -> None:
+    """Raise the first damage of a model or a checkpoint, by its digests."""
+    for folder in folders:
+        check = check_checkpoint if folder.startswith("checkpoints") else check_directory
+        for result in check(directory / folder):
+            if isinstance(result, DamagedFile):
+                result.fix = f"`headrace verify {directory}` shows what recovers."
+                raise result
 
 
 def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:

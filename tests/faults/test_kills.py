@@ -1,0 +1,154 @@
+"""Random kills in runs of ten kinds: nothing is lost or doubled, and the model is that of an uninterrupted run.
+
+The check is independent of ours: its own SQL on the journal and its own reading of the Parquet files.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from headrace.observe.metrics import read_metrics
+from headrace.transport.run_dir import RunDir
+from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
+from tests.faults.conftest import show
+
+pytestmark = pytest.mark.faults
+
+MAX_STEPS = 10
+SECOND_ENVIRONMENT = '[[orchestrator.train.env]]\nid = "tests.end_to_end.environments:Talk"\nname = "talk"\n'
+DUEL = '[[orchestrator.train.env]]\nid = "tests.end_to_end.environments:Duel"\nname = "duel"\nalgo = "rae"\n'
+POOL = '[orchestrator.train.curriculum]\nsampler = { type = "difficulty_pool", hard_max = 0.4 }\n'
+KINDS: dict[str, tuple[str, Sequence[object]]] = {
+    "rl": ("", ()),
+    "max_rl": ("", ("--orchestrator.algo.type", "max_rl")),
+    "mixture": (SECOND_ENVIRONMENT, ()),
+    "self-play": (DUEL, ()),
+    "curriculum": (POOL, ()),
+    "lora": ("[trainer.lora]\nr = 4\n", ()),
+    "two ranks": ("", ("--launch.trainer_processes", 2)),
+    "in turns": ("", ("--launch.sharing", "alternate")),
+    "sft": ("", ()),
+    "sft lora": ("[lora]\nr = 4\n", ()),
+}
+SFT_FILE = """
+output_dir = "{output}"
+max_steps = {steps}
+seq_len = 48
+
+[model]
+name = "{model}"
+
+[data]
+path = "{data}"
+batch_size = 4
+
+[optim]
+lr = 1e-3
+
+[ckpt]
+interval = 2
+"""
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kills_lose_and_double_nothing(
+    kind: str, seed: int, tmp_path: Path, tiny_model: Path, pytestconfig: pytest.Config
+):
+    whole, killed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "killed")
+    command = command_of(kind, tmp_path, tiny_model)
+    code, output = headrace(*command, "--output_dir", whole.root, timeout=600)
+    assert code == 0, output
+    rng = random.Random(f"{seed} {kind}")
+    kills = pytestconfig.getoption("--kills") // len(KINDS)
+    done = Killer([*command, "--output_dir", killed.root, "--launch.max_restarts", 1000], killed, rng).run(kills)
+    draws = None if kind.startswith("sft") else check_journal(killed)
+    assert steps_of(killed) == set(range(1, MAX_STEPS + 1))
+    models = [load_file(run.final_model / "model.safetensors") for run in (whole, killed)]
+    assert models[0].keys() == models[1].keys()
+    different = [name for name, tensor in models[0].items() if not np.array_equal(tensor, models[1][name])]
+    hit = ", ".join(f"{name} {done.count(name)}" for name in sorted(set(done)))
+    counted = "" if draws is None else f", {draws} draws each counted once"
+    show(pytestconfig, f"{kind}: {len(done)} kills ({hit}){counted}, {len(different)} tensors differ")
+    assert not different
+
+
+def command_of(kind: str, directory: Path, model: Path) -> list[object]:
+    text, options = KINDS[kind]
+    if not kind.startswith("sft"):
+        file = write_run_file(directory, model)
+        file.write_text(file.read_text() + text)
+        steps = ("--max_steps", MAX_STEPS, "--orchestrator.max_async_level", 0)
+        return ["rl", file, *steps, "--trainer.ckpt.interval", 2, *options]
+    data, file = directory / "data.jsonl", directory / "sft.toml"
+    turns = '{{"messages": [{{"role": "user", "content": "say {0}"}}, {{"role": "assistant", "content": "{0}"}}]}}\n'
+    data.write_text("".join(turns.format(number) for number in range(40)))
+    file.write_text(SFT_FILE.format(output=directory / "run", steps=MAX_STEPS, model=model, data=data) + text)
+    return ["sft", file, *options]
+
+
+class Killer:
+    """Runs a command to its end, and kills its processes, launcher included, at random moments."""
+
+    def __init__(self, command: Sequence[object], run: RunDir, rng: random.Random) -> None:
+        self._command, self._run, self._rng = command, run, rng
+
+    def run(self, kills: int) -> list[str]:
+        """Return the names of the processes that were killed."""
+        done: list[str] = []
+        launcher = start(*self._command)
+        while launcher.poll() is None and len(done) < kills:
+            victim = self._rng.choice(["launcher", "trainer", "trainer", "orchestrator", "inference"])
+            time.sleep(self._rng.uniform(0, 4))
+            pid = launcher.pid if victim == "launcher" else processes_of(self._run.root).get(victim)
+            if pid is None or launcher.poll() is not None:
+                continue
+            left = processes_of(self._run.root)
+            os.kill(pid, signal.SIGKILL)
+            done.append(victim)
+            if victim == "launcher":
+                launcher = self._start_again(launcher, left)
+        code, output = finish(launcher, timeout=900)
+        assert code == 0, f"after {done}:\n{output}"
+        return done
+
+    def _start_again(self, launcher: subprocess.Popen[str], left: dict[str, int]) -> subprocess.Popen[str]:
+        launcher.communicate()
+        wait_until(lambda: not any(map(is_alive, left.values())), "the end of what the launcher had started")
+        resume = ["--resume"] if self._run.config.is_file() or self._run.metrics.is_file() else []
+        return start(*self._command, *resume)
+
+
+def steps_of(run: RunDir) -> set[int]:
+    """The steps that the trainer has recorded."""
+    return {record["step"] for record in read_metrics(run.metrics) if record["process"] == "trainer"}
+
+
+def check_journal(run: RunDir) -> int:
+    """Every draw is in one batch and in its Parquet file, or dropped with a reason; returns the number of draws."""
+    with closing(sqlite3.connect(f"file:{run.journal}?mode=ro", uri=True)) as database:
+        draws = database.execute("SELECT id, state, step, reason FROM draws ORDER BY id").fetchall()
+        steps = [step for (step,) in database.execute("SELECT step FROM steps ORDER BY step")]
+        ((covered,),) = database.execute("SELECT step FROM covered")
+    assert steps == list(range(1, MAX_STEPS + 1)) and covered == MAX_STEPS
+    assert [draw for draw, *_ in draws] == list(range(len(draws)))
+    assert {state for _, state, _, _ in draws} <= {"shipped", "dropped"}
+    assert all(reason for _, state, _, reason in draws if state == "dropped")
+    for step in steps:
+        table = pq.read_table(run.rollouts / f"step-{step:08d}.parquet", columns=["draw_id", "drop_reason"]).to_pylist()
+        kept = {row["draw_id"] for row in table if row["drop_reason"] is None}
+        assert kept == {draw for draw, state, own, _ in draws if state == "shipped" and own == step}, step
+    return len(draws)
