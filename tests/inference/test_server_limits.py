@@ -23,9 +23,10 @@ from starlette.requests import Request as HttpRequest
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN
 from headrace.inference.backend import MAX_STOP_TOKEN_IDS, EngineState, EngineStopped, InvalidRequest
+from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.embedded.backend import EmbeddedBackend, start_embedded
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.schema import Health
+from headrace.inference.schema import Health, SamplingParams
 from headrace.inference.server import app, main
 from headrace.inference.server.app import (
     LONG_BODY_BYTES,
@@ -192,6 +193,27 @@ async def test_requests_beyond_the_queue_are_rejected_and_waiting_ones_served(
         assert (await answer.json())["waiting"] == 10
     await backend.resume()
     assert all("choices" in json.loads(content) for content in await asyncio.gather(*tasks))
+
+
+@pytest.mark.timeout(60)
+async def test_a_client_backs_off_from_a_full_server_until_everything_is_served(
+    http: aiohttp.ClientSession, backend: EmbeddedBackend
+) -> None:
+    async def refused() -> int:
+        async with http.get("/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return next((int(line.split()[1]) for line in lines if GENERATE in line and 'status="429"' in line), 0)
+
+    client = EngineClient([str(http._base_url)], retry_for=60)
+    await backend.pause()
+    tasks = [asyncio.create_task(client.generate([5], SamplingParams(max_tokens=1))) for _ in range(30)]
+    while await refused() < 20:  # ten fit: four that may run, six that wait
+        await asyncio.sleep(0.01)
+    await backend.resume()
+    assert all(len(completion.token_ids) == 1 for completion in await asyncio.gather(*tasks))
+    # All pause for the second in Retry-After: without that there would be one every 50 ms from each.
+    assert await refused() <= 60
+    await client.close()
 
 
 @pytest.mark.timeout(10)
