@@ -94,11 +94,8 @@ class _Breaker:
 
     def __init__(self, markers: Sequence[AddedToken], normalizer: Any) -> None:
         texts = [marker.content for marker in markers if len(marker.content) > 1]
-        by_first: defaultdict[str, list[str]] = defaultdict(list)
-        for text in texts:
-            by_first[text[0]].append(re.escape(text[1:]))
         # One pattern per first character, for which `re` searches fast.
-        self._patterns = [re.compile(f"{re.escape(first)}(?=({'|'.join(rests)}))") for first, rests in by_first.items()]
+        self._patterns = [re.compile(f"{re.escape(first)}(?=({_trie(rests)}))") for first, rests in _by_first(texts)]
         # The beginning of a marker at the end of a text could take the rest from a marker after the text.
         prefixes = {text[:size] for text in texts for size in range(1, len(text) + 1)}
         beginnings = {text[:-size] for text in texts for size in range(1, len(text)) if text[-size:] in prefixes}
@@ -199,6 +196,20 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for entry in (*value, *value.values()) if isinstance(value, dict) else value:
             yield from _texts(entry)
+
+
+def _trie(texts: Iterable[str]) -> str:
+    """Return a pattern of texts that compares each common beginning once: some tokenizers have 1000 special tokens."""
+    branches = (re.escape(first) + ("" if "" in rests else f"(?:{_trie(rests)})") for first, rests in _by_first(texts))
+    return "|".join(branches)
+
+
+def _by_first(texts: Iterable[str]) -> Iterable[tuple[str, list[str]]]:
+    """Return each first character of texts with what follows it."""
+    rests: defaultdict[str, list[str]] = defaultdict(list)
+    for text in texts:
+        rests[text[0]].append(text[1:])
+    return rests.items()
 
 
 def _with_break_at_end(part: Any) -> Any:
