@@ -210,3 +210,16 @@ def test_no_module_pickles():
         if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "joblib")
     }
     assert users == set()
+
+
+def test_text_of_others_is_shown_by_what_escapes_it_alone():
+    # docs/explanation/architecture.md, "Text of others": other consoles and functions would show it raw
+    raw = set()
+    for path in SOURCE.rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "Console":
+                raw.add(f"{name} makes a console of rich")
+        if {"html.escape", "rich.markup.escape", "xml.sax.saxutils.escape"} & set(imports_of(path)):
+            raw.add(f"{name} escapes markup itself")
+    assert raw == {"safe_text.py escapes markup itself"}
