@@ -167,6 +167,9 @@ ATTACKS = {
     "reads the memory of a process": Attack(
         _succeeds_if("libc.process_vm_readv(VICTIM, None, 0, None, 0, 0) == 0", LIBC), "trace processes"
     ),
+    "opens the memory of a process": Attack(
+        _succeeds_if("open(f'/proc/{VICTIM}/mem', 'rb+')"), "see processes", needs_root=True
+    ),
     "opens the memory of its parent": Attack(_succeeds_if("open(f'/proc/{os.getppid()}/mem', 'rb+')"), needs_root=True),
     "writes where its parent writes": Attack(
         _succeeds_if("open(f'/proc/{os.getppid()}/fd/1', 'w')"),

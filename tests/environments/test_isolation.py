@@ -125,10 +125,10 @@ def test_strict_is_refused_where_bubblewrap_does_not_work(monkeypatch: pytest.Mo
 
 def test_the_fallback_is_announced_with_everything_that_it_allows(monkeypatch: pytest.MonkeyPatch, not_installed: None):
     monkeypatch.setenv(SETTINGS_VAR, "auto")
-    monkeypatch.setattr(isolation, "_registered", False)
+    monkeypatch.setattr(isolation, "_registered", set())
     assert not uses_bubblewrap()
     assert fallback_notice() is None  # no untrusted code is run
-    register_untrusted()
+    register_untrusted("function")
     notice = fallback_notice()
     assert notice is not None and "bwrap is not installed" in notice
     assert isolation.FALLBACK_ALLOWS.items() <= isolation.fallback_allows().items()

@@ -256,7 +256,13 @@ def enter_container(user: int | None) -> None:
     if user is not None:
         _change_user(user, user)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by the change of user
-    LIBC.prctl(PR_SET_DUMPABLE, 0)  # no other process inside can read its memory or use its descriptors
+    hide_memory()
+
+
+def hide_memory() -> None:
+    """Keep other processes of the user from this process's memory and descriptors. Only on Linux."""
+    if LINUX:
+        LIBC.prctl(PR_SET_DUMPABLE, 0)
 
 
 def _change_user(user: int, file_user: int) -> None:

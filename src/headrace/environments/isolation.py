@@ -57,7 +57,8 @@ FALLBACK_ALLOWS = {
     "read files": "read every file that your user can read, such as keys and the tasks' answers",
     "write files": "change or delete every file that your user can write",
     "fill the disk": "fill the disk outside of its working directory",
-    "see processes": "list your processes with their command lines and environment variables",
+    "see processes": "see your processes with their command lines, environment variables and, if the system allows it, "
+    "memory",
 }
 """What the fallback does not stop."""
 WITHOUT_FILTER = {
@@ -68,7 +69,8 @@ WITHOUT_FILTER = {
 }
 """What it does not stop either where system calls cannot be filtered."""
 WITHOUT_NAMESPACE = {"signal processes": "signal and kill processes of your user"}
-"""What it does not stop either where the code has no PID namespace and no user of its own."""
+"""What it does not stop either where the code has no PID namespace and no user of its own. Functions in a pooled
+process have no namespace."""
 
 
 class SandboxSettings(msgspec.Struct, frozen=True):
@@ -105,13 +107,12 @@ def uses_bubblewrap() -> bool:
     return kind != "rlimit" and problem is None
 
 
-_registered = False
+_registered: set[Literal["solution", "function"]] = set()
 
 
-def register_untrusted() -> bool:
+def register_untrusted(code: Literal["solution", "function"]) -> bool:
     """Record that this process runs untrusted code, for `fallback_notice`; return whether it does so in bubblewrap."""
-    global _registered
-    _registered = True
+    _registered.add(code)
     return uses_bubblewrap()
 
 
@@ -128,8 +129,9 @@ def fallback_notice() -> str | None:
 def fallback_allows() -> dict[str, str]:
     """Return what the fallback does not stop on this machine."""
     user = new_user()
-    own_user = user is not None and interpreter_is_public()
-    is_apart = sys.platform == "linux" and (own_user or may_enter_namespace(with_users=user is None))
+    is_apart = user is not None and interpreter_is_public()
+    if sys.platform == "linux" and not is_apart and "function" not in _registered:
+        is_apart = may_enter_namespace(with_users=user is None)
     filtered = {} if seccomp.is_available() else WITHOUT_FILTER
     return FALLBACK_ALLOWS | filtered | ({} if is_apart else WITHOUT_NAMESPACE)
 

@@ -331,7 +331,7 @@ def _limits(memory_mb: int | None) -> Limits:
         "processes": settings.processes,
         "timeout": settings.cpu_s,
         "max_output": settings.output_mb << 20,
-        "contained": register_untrusted(),
+        "contained": register_untrusted("function"),
         "filter": filter_hex(),
     }
 

@@ -25,6 +25,7 @@ from headrace.environments.code_runner import (
     enter_container,
     exceeds,
     give_up_rights,
+    hide_memory,
     usage_of_descendants,
 )
 from headrace.environments.fault import Fault, fault_of
@@ -88,6 +89,7 @@ def begin(schema: int, memory_mb: int | None, limits: Limits | None) -> None:
         enter_container(limits["user"])
     elif limits is not None:
         adopt_orphans()
+        hide_memory()
     elif memory_mb is not None:  # written memory counts, mapped files do not; only Linux enforces the limit
         limit, (_, maximum) = memory_mb << 20, resource.getrlimit(resource.RLIMIT_DATA)
         if maximum == resource.RLIM_INFINITY or limit < maximum:

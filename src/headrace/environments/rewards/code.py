@@ -103,7 +103,7 @@ class CodeExecution(SandboxReward):
             "disk_mb": disk_mb,
             "max_output": min(max_output, settings.output_mb << 20),
             "processes": settings.processes,
-            "contained": register_untrusted(),
+            "contained": register_untrusted("solution"),
             "filter": filter_hex(),
         }
         self._all_or_nothing = all_or_nothing
