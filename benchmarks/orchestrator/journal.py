@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +82,7 @@ def measure_commits(directory: Path, steps: int) -> None:
         times["without"].append(seconds(lambda step=step: plain.commit(entries(step), step)))
         times["with"].append(seconds(lambda step=step: stamped.commit(entries(step), step)))
     for name, values in times.items():
-        medians = [statistics.median(column) for column in zip(*values, strict=True)]
-        row(f"a commit of {DRAWS_PER_COMMIT} draws, {name} checksums (median)", (medians[0], medians[1]))
+        row(f"a commit of {DRAWS_PER_COMMIT} draws, {name} checksums (median)", medians_of(values))
     size = DRAWS_PER_COMMIT * steps
     row(f"mark {size:,} draws as trained: one row", seconds(lambda: stamped.mark_trained(steps)))
 
@@ -123,6 +122,29 @@ async def write_run(run: RunDir, steps: int) -> None:
             commits.ship(commits.prepare(batch, kept, recorded.dropped), recorded)
 
 
+def measure_dropped(run: RunDir) -> None:
+    """Commit the outcomes of 8 dropped groups, with and without the file of their rollouts."""
+    run.root.mkdir()
+    with contextlib.closing(Journal(run.journal)) as journal:
+        commits = Commits(run, journal, keep_rollouts=10**6)
+        times: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
+        for number in range(60):
+            name = ("without", "with")[number % 2]
+            drawn = [Draw(i, "env", f"key{i}", i) for i in range(8 * number, 8 * number + 8)]
+            outcomes = [Outcome(d.id, "gated", GROUP_SIZE, 800, {"gated": GROUP_SIZE}) for d in drawn]
+            recorded = Entries(drawn, outcomes, Totals())
+            if name == "with":
+                recorded.dropped = [(played(d.id, n, 0.0), "gated") for d in drawn for n in range(GROUP_SIZE)]
+            times[name].append(seconds(lambda recorded=recorded: commits.commit(recorded)))
+    for name, values in times.items():
+        row(f"a commit of 64 dropped rollouts, {name} their file", medians_of(values))
+
+
+def medians_of(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    wall, cpu = zip(*values, strict=True)
+    return statistics.median(wall), statistics.median(cpu)
+
+
 def played(draw: int, place: int, reward: float) -> Rollout:
     ids, logprobs, versions = np.arange(TOKENS), np.full(TOKENS, -0.5), np.zeros(TOKENS)
     turn = Turn(np.arange(8), ids, logprobs, versions, 1.0)
@@ -143,6 +165,7 @@ def main() -> None:
     steps = (int(sys.argv[1]) if len(sys.argv) > 1 else 10_000) // DRAWS_PER_COMMIT
     with tempfile.TemporaryDirectory() as directory:
         measure_commits(Path(directory), steps)
+        measure_dropped(RunDir(Path(directory) / "dropped"))
         run = RunDir(Path(directory) / "run")
         run.root.mkdir()
         run.config.write_text(CONFIG.format(root=run.root, steps=steps))

@@ -39,7 +39,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def found(run: RunDir) -> str:
-    return "\n".join(find_violations(run, Journal(run.journal, read_only=True)))
+    journal = Journal(run.journal, read_only=True)
+    return "\n".join([*journal.find_damage(), *find_violations(run, journal)])
 
 
 def change(run: RunDir, statement: str) -> None:

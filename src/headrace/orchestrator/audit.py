@@ -23,8 +23,7 @@ from headrace.transport.run_dir import RunDir
 
 def find_violations(run: RunDir, journal: Journal) -> list[str]:
     """Return a sentence for every inconsistency; empty if the run is consistent."""
-    damage = journal.find_damage()
-    return [*damage, *_draws(journal), *_steps(journal), *_batches(run, journal), *_checkpoints(run, journal)]
+    return [*_draws(journal), *_steps(journal), *_batches(run, journal), *_checkpoints(run, journal)]
 
 
 def _draws(journal: Journal) -> Iterator[str]:

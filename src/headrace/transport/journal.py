@@ -355,7 +355,8 @@ class Journal:
             return self._db.execute(query, arguments).fetchall()
 
     def _number(self, query: str) -> int:
-        return int(self._rows(query)[0][0])
+        with _reporting_damage(self.path):
+            return int(self._rows(query)[0][0])
 
     def _last_start(self) -> int:
         return self._number("SELECT COALESCE(MAX(number), 0) FROM starts")
@@ -527,7 +528,9 @@ def _reporting_damage(path: Path) -> Iterator[None]:
     """Turn errors of SQLite and of decoding that mean a damaged journal into `BadInput`."""
     try:
         yield
-    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+    except sqlite3.ProgrammingError:
+        raise
+    except (sqlite3.DatabaseError, msgspec.DecodeError, ValueError, TypeError) as error:  # such as text in a number
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _NO_DAMAGE:
             raise
         raise BadInput(f"the journal is damaged: {error}", file=path, fix=RESTORE) from error

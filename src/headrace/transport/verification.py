@@ -107,8 +107,10 @@ def _batches(run: RunDir, recorded: dict[str, FileRecord]) -> Iterator[tuple[Che
         yield _batch(path) if record is None else check_file(path, record.digest), recovery
     for name in recorded:
         path = run.root / name
-        is_needed = path.parent == run.batches.directory and int(path.stem.removeprefix("step-")) > covered
-        if is_needed and not path.exists():
+        if path.parent != run.batches.directory:
+            continue
+        step = int(path.stem.removeprefix("step-"))
+        if step > covered and not run.batches.is_committed(step):
             yield DamagedFile("missing", file=path), again
     for version in run.probes.versions():
         yield _batch(run.probes.path(version)), "The run continues without it."

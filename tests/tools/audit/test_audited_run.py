@@ -1,6 +1,7 @@
 """The audit of a real run: each kind of change of its files is found, and what was not checked is named."""
 
 import asyncio
+import random
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from headrace.errors import Failure
 from headrace.launch.saved_config import save
 from headrace.rollout.batch import Batch
 from headrace.tools.audit.audit import audit_run
@@ -161,6 +163,28 @@ def test_draws_of_a_start_with_other_settings_are_not_compared(run: RunDir):
     report = audit_run(run)
     assert not any("has task" in problem for problem in report.problems)
     assert any("starts 1" in what for what in report.unchecked)
+
+
+@pytest.mark.parametrize("flips", [10, pytest.param(300, marks=pytest.mark.full)])
+def test_a_flipped_bit_in_the_journal_is_found_or_changes_nothing_that_can_be_read(flips: int, run: RunDir):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, whole, dump = random.Random(seed), run.journal.read_bytes(), dump_of(run.journal)
+    for _ in range(flips):
+        place, bit = rng.randrange(len(whole)), rng.randrange(8)
+        content = bytearray(whole)
+        content[place] ^= 1 << bit
+        run.journal.write_bytes(content)
+        try:
+            problems = audit_run(run).problems
+        except Failure as error:
+            problems = [str(error)]
+        assert problems or dump_of(run.journal) == dump, f"bit {bit} of byte {place}, seed {seed}"
+
+
+def dump_of(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as db:
+        return list(db.iterdump())
 
 
 @pytest.mark.parametrize("place", [0, 300, -40])

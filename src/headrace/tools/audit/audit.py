@@ -24,6 +24,8 @@ def audit_run(run: RunDir) -> Report:
     if not run.journal.is_file():
         raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
     with closing(Journal(run.journal, read_only=True)) as journal:
+        if damage := journal.find_damage():
+            return Report({}, damage, ["everything else: the journal is damaged"])
         report = Report(journal.states())
         damaged = find_damaged_files(run, journal)
         report.problems += damaged.values()
