@@ -280,19 +280,15 @@ def test_a_damaged_checkpoint_is_set_aside_if_there_is_an_older_one(tmp_path: Pa
 def test_a_flipped_bit_in_any_other_file_is_found(name: str, tmp_path: Path):
     save_one(tmp_path, 1, 1.0)
     (saved,) = checkpoint.complete(tmp_path)
-    path, state = saved / name, checkpoint.read_state(saved)
+    path = saved / name
     content = path.read_bytes()
     for place in range(0, 8 * len(content), 61):
         damaged = bytearray(content)
         damaged[place // 8] ^= 1 << place % 8
         path.write_bytes(damaged)
-        if found := [str(problem.file) for problem in find_damage(saved)]:
-            assert found == [str(path)]
-            with pytest.raises(DamagedFile):
-                checkpoint.read_state(saved)
-        else:  # a flip in the key of the digest: the marker counts as one of an older version
-            assert name == MARKER and b'"digest":' not in damaged
-            assert checkpoint.read_state(saved) == state
+        assert [str(problem.file) for problem in find_damage(saved)] == [str(path)]
+        with pytest.raises(DamagedFile):
+            checkpoint.read_state(saved)
 
 
 def test_a_checkpoint_without_digests_is_loaded(tmp_path: Path):

@@ -17,7 +17,8 @@ Content = bytes | bytearray | memoryview
 NO_DIGEST = 32 * b"0"
 """Stands in the place of a file's digest in the file itself while the digest is computed."""
 
-_SEAL = re.compile(rb',"digest":"(.{32})"\}\Z', re.DOTALL)
+_SEAL = re.compile(rb',"(.{6})":"(.{32})"\}\Z', re.DOTALL)
+"""Key and digest at the end of a sealed document. A damaged key is found by its digest, which still matches."""
 
 
 def digest_of(*parts: Content) -> str:
@@ -44,7 +45,10 @@ def seal(document: msgspec.Struct) -> bytes:
 def is_whole(content: bytes) -> bool | None:
     """Return whether a sealed document is as it was written; None: it has no digest."""
     found = _SEAL.search(content)
-    return None if found is None else _seal_of(content[: found.start()] + b"}") == found[1]
+    if found is None:
+        return None
+    matches = _seal_of(content[: found.start()] + b"}") == found[2]
+    return matches if found[1] == b"digest" else False if matches else None
 
 
 def _seal_of(content: bytes) -> bytes:
