@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -217,9 +218,8 @@ def test_text_of_others_is_shown_by_what_escapes_it_alone():
     raw = set()
     for path in SOURCE.rglob("*.py"):
         name = str(path.relative_to(SOURCE))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "Console":
-                raw.add(f"{name} makes a console of rich")
+        if re.search(r"\bConsole\(", path.read_text()):
+            raw.add(f"{name} makes a console of rich")
         if {"html.escape", "rich.markup.escape", "xml.sax.saxutils.escape"} & set(imports_of(path)):
             raw.add(f"{name} escapes markup itself")
     assert raw == {"safe_text.py escapes markup itself"}
