@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from headrace.orchestrator.scheduler import Scheduler
+from headrace.orchestrator.scheduler import EpisodeScheduler
 from headrace.orchestrator.signals import Episode, Kind
 from headrace.rollout.types import Group, Rollout, Task
 
@@ -16,7 +16,7 @@ def make_scheduler(
     together: bool = False,
     opened: set[str] | None = None,
     whole_groups: bool = False,
-) -> Scheduler:
+) -> EpisodeScheduler:
     ids = itertools.count()
 
     def open_group() -> Group:
@@ -27,14 +27,14 @@ def make_scheduler(
             f"g{draw}", Task("env", {"n": draw}), group_size, opened_version=0, draw_id=draw, together=together
         )
 
-    return Scheduler(max_inflight, open_group, whole_groups)
+    return EpisodeScheduler(max_inflight, open_group, whole_groups)
 
 
 def eval_groups(count: int, size: int = 1) -> list[Group]:
     return [Group(f"e{n}", Task("heldout", {"n": n}), size, opened_version=0) for n in range(count)]
 
 
-def start_all(scheduler: Scheduler, wanted: int) -> list[Episode]:
+def start_all(scheduler: EpisodeScheduler, wanted: int) -> list[Episode]:
     return list(iter(lambda: scheduler.next_episode(wanted), None))
 
 

@@ -20,7 +20,7 @@ from headrace.orchestrator.empty_batches import EmptyBatches
 from headrace.orchestrator.evaluation import EvalSource, EvalTracker
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.occupancy import Occupancy
-from headrace.orchestrator.scheduler import CompleteGroup, Scheduler
+from headrace.orchestrator.scheduler import CompleteGroup, EpisodeScheduler
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_buffer import EpisodeCapacity, TrainBuffer
@@ -82,7 +82,9 @@ class Pipeline:
         self.settings = settings
         self.version = version
         self.step = step
-        self.scheduler = Scheduler(settings.max_inflight, self._open_group, whole_groups=settings.max_async_level == 0)
+        self.scheduler = EpisodeScheduler(
+            settings.max_inflight, self._open_group, whole_groups=settings.max_async_level == 0
+        )
         self.train_buffer = TrainBuffer(settings.batch_size, settings.token_batch_size, settings.seq_len)
         self.evals = EvalTracker()
         self.buffer = buffer

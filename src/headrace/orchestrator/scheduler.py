@@ -41,7 +41,7 @@ class CompleteGroup(msgspec.Struct):
     """Why it was cancelled, if it was."""
 
 
-class Scheduler:
+class EpisodeScheduler:
     """Chooses episodes; `open_group` draws the next training prompt and makes a group of it.
 
     Groups are opened while fewer training episodes are open than wanted. With `whole_groups` an arrived episode counts
