@@ -17,8 +17,10 @@ from cryptography.x509.oid import NameOID
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import HttpConfig, InferenceConfig
+from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineRejected
+from headrace.inference.client.openai_client import OpenAIUnreachable
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server import main
 from headrace.inference.server.app import App
@@ -55,7 +57,9 @@ def write_certificate(directory: Path) -> HttpConfig:
     return paths
 
 
-async def test_a_server_with_a_certificate_speaks_https_only(model: Any, model_directory: Path, tmp_path: Path) -> None:
+async def test_a_server_with_a_certificate_speaks_https_only(
+    model: Any, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = write_certificate(tmp_path)
     check_tls(limits)
     backend = await backend_of(model, model_directory)
@@ -64,6 +68,10 @@ async def test_a_server_with_a_certificate_speaks_https_only(model: Any, model_d
         https = url.replace("http:", "https:")
         async with http.post(f"{https}/tokenize", json={"prompt": "a"}, ssl=trusting) as answer:
             assert (await answer.json())["count"] == 1
+        with pytest.raises(OpenAIUnreachable):
+            await asyncio.to_thread(ChatClient(f"{https}/v1").models)
+        monkeypatch.setenv("SSL_CERT_FILE", str(limits.tls_certificate))
+        assert await asyncio.to_thread(ChatClient(f"{https}/v1").models)
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await http.get(f"{https}/health")
         with pytest.raises(aiohttp.ClientError):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -143,8 +145,10 @@ class ChatClient:
         self._root = self.base_url.removesuffix("/v1")
         self._key = key
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        authority = os.environ.get("SSL_CERT_FILE")  # which httpx reads only together with the variables of proxies
         self._http = httpx.Client(
             headers=headers,
+            verify=ssl.create_default_context(cafile=authority) if authority else True,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             trust_env=urlsplit(base_url).hostname not in LOOPBACK,  # no proxy for this machine
         )
