@@ -77,7 +77,7 @@ def test_kills_lose_and_double_nothing(
     done = Killer([*command, "--output_dir", killed.root, "--launch.max_restarts", 1000], killed, rng).run(kills)
     draws = None if kind.startswith("sft") else check_journal(killed)
     assert steps_of(killed) == set(range(1, MAX_STEPS + 1))
-    models = [load_file(run.final_model / "model.safetensors") for run in (whole, killed)]
+    models = [tensors_of(run.final_model) for run in (whole, killed)]
     assert models[0].keys() == models[1].keys()
     different = [name for name, tensor in models[0].items() if not np.array_equal(tensor, models[1][name])]
     hit = ", ".join(f"{name} {done.count(name)}" for name in sorted(set(done)))
@@ -130,6 +130,11 @@ class Killer:
         wait_until(lambda: not any(map(is_alive, left.values())), "the end of what the launcher had started")
         resume = ["--resume"] if self._run.config.is_file() or self._run.metrics.is_file() else []
         return start(*self._command, *resume)
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a model, of which each rank has written a file."""
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def steps_of(run: RunDir) -> set[int]:
