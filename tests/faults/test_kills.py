@@ -139,7 +139,7 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
 
 def steps_of(run: RunDir) -> set[int]:
     """The steps that the trainer has recorded."""
-    return {record["step"] for record in read_metrics(run.metrics) if record["process"] == "trainer"}
+    return {record["step"] for record in read_metrics(run.metrics) if "loss" in record}
 
 
 def check_journal(run: RunDir) -> int:
