@@ -17,7 +17,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 from renderers.base import RenderedTokens, Renderer
@@ -171,10 +171,14 @@ def reserve_turn_markers(renderer: Renderer, tokenizer: Tokenizer) -> None:
     """Change a renderer so that no text of a message produces a marker."""
     kind, markers = type(renderer), TurnMarkers(renderer, tokenizer)
     if not markers.mark_turns:
-        log.warning(
-            "the chat format of %s marks turns by plain text, which messages can imitate", tokenizer.name_or_path
-        )
+        _warn_of_plain_turns(tokenizer.name_or_path)
     renderer.__class__ = type(kind.__name__, (_PlainContents, kind), {"turn_markers": markers})
+
+
+@cache
+def _warn_of_plain_turns(model: str) -> None:
+    """Log a warning once per model: a process makes several renderers."""
+    log.warning("the chat format of %s marks turns by plain text, which messages can imitate", model)
 
 
 def _emitted_tokens(renderer: Renderer, conversations: Iterable[list[Any]], tools: list[Any] | None = None) -> set[int]:
