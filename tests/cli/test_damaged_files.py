@@ -135,7 +135,9 @@ DAMAGES: dict[str, tuple[Damage, str, list[str], bool | None]] = {
     "empty metrics": (write("metrics.jsonl", b""), "reward/all/mean", SMALL, None),
     "metrics of zeros": (write("metrics.jsonl", bytes(4096)), "reward/all/mean", SMALL, None),
     "no metrics": (delete("metrics.jsonl"), "metrics.jsonl", SMALL, None),
-    "a configuration that was cut": (cut("config.toml", 100), "config.toml", [*SMALL, "rescore", "tokens"], True),
+    "a configuration that was cut": (
+        write("config.toml", b'output_dir = "ru'), "config.toml", [*SMALL, "rescore", "tokens"], True,
+    ),
     "a binary configuration": (write("config.toml", b"\x00\xff"), "config.toml", [*SMALL, "rescore", "tokens"], True),
     "a configuration of other types": (write("config.toml", b"orchestrator = 3"), "config.toml", SMALL, None),
     "an environment without a name": (

@@ -22,6 +22,7 @@ from headrace.inference.weights.link import WeightsReceiver
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import Snapshot, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
+from headrace.transport.digests import DIGESTS
 from headrace.transport.weights import WeightStore, read_marker
 from headrace.transport.weights_link import MANIFEST, FetchRequest, LinkBroken, Manifest, connect, read_manifest
 from tests.inference.plain_forward import assert_like_plain
@@ -78,7 +79,7 @@ def test_an_engine_takes_a_version_that_has_no_files(
     engine = Engine(make_model(0), max_model_len=64)
     requests = start_requests(engine)
     checksum = trainer.publish(V1, save(make_model(1), tmp_path))
-    assert sorted(path.name for path in store.path(V1).iterdir()) == ["COMPLETE.json", MANIFEST]
+    assert sorted(path.name for path in store.path(V1).iterdir()) == [DIGESTS, "COMPLETE.json", MANIFEST]
     assert engine.update_weights(store.path(V1), V1) == checksum == read_marker(store.path(V1)).checksum
     run_all(engine)
     for request in requests:

@@ -18,6 +18,7 @@ from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher
+from headrace.transport.digests import DIGESTS
 from headrace.transport.weights import WeightStore
 from headrace.transport.weights_link import read_manifest
 from tests.inference.host_driver import HostDriver, use
@@ -63,8 +64,10 @@ def test_the_link_carries_what_the_files_would_hold(directory: Path, store: Weig
     publisher = Publisher(store, PackedModel(directory, dtype=torch.bfloat16), host="127.0.0.1")
     publisher.publish(V1)
     publisher.publish(V2, lasting=True)
-    assert names(store.path(V1)) == ["COMPLETE.json", "config.json", "generation_config.json", "tensors.json"]
-    assert names(store.path(V2)) == ["COMPLETE.json", "config.json", "generation_config.json", "model.safetensors"]
+    assert names(store.path(V1)) == [DIGESTS, "COMPLETE.json", "config.json", "generation_config.json", "tensors.json"]
+    assert names(store.path(V2)) == [
+        *(DIGESTS, "COMPLETE.json", "config.json", "generation_config.json", "model.safetensors")
+    ]
     assert (store.path(V1) / "config.json").read_text() == (store.path(V2) / "config.json").read_text()
     assert_same(received(store, V1), stored(store, V2))
     publisher.close()
@@ -105,7 +108,7 @@ def test_without_an_address_there_are_files(directory: Path, store: WeightStore)
 def test_an_adapter_is_a_file_whatever_the_transport(directory: Path, store: WeightStore) -> None:
     publisher = Publisher(store, PackedModel(directory, lora=LORA), host="127.0.0.1")
     publisher.publish(V1)
-    assert names(store.path(V1)) == ["COMPLETE.json", "adapter_config.json", "adapter_model.safetensors"]
+    assert names(store.path(V1)) == [DIGESTS, "COMPLETE.json", "adapter_config.json", "adapter_model.safetensors"]
 
 
 MOE = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=12, **SIZES)
