@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import headrace.runfile  # noqa: F401 (registers the losses)
 from headrace.config.trainer import TrainerConfig
 from headrace.observe.status import Status
 from headrace.observe.token_view import largest
