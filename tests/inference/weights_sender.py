@@ -25,10 +25,17 @@ from tests.inference.host_driver import HostDriver, use
 class SenderProcess:
     """The other end of the pipe."""
 
-    def __init__(self, weights: Path, carrier: str = "auto", device: str = "cpu", shared: Path | None = None) -> None:
+    def __init__(
+        self,
+        weights: Path,
+        carrier: str = "auto",
+        device: str = "cpu",
+        shared: Path | None = None,
+        python: str = sys.executable,
+    ) -> None:
         options = [str(weights), carrier, device, *([] if shared is None else [str(shared)])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.inference.weights_sender", *options],
+            [python, "-m", "tests.inference.weights_sender", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def test_vllm_samples_from_published_weights_by_file_and_over_the_link(tmp_path:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
+        "HEADRACE_TRAINER_PYTHON": sys.executable,
     }
     done = subprocess.run(
         [PYTHON, "-m", "tests.vllm.weights_program", str(tmp_path), "own", "stream"],

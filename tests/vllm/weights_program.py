@@ -8,6 +8,7 @@ transformers on the same weights. What cannot be loaded must leave everything as
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,19 @@ EXTENSION = "headrace.inference.vllm.worker.PublishedWeightsWorker"
 GPU = torch.cuda.is_available()
 TOLERANCE = 0.2 if GPU else 1e-4
 """On a GPU vLLM computes in bfloat16; other weights are off by several units."""
+TRAINER_PYTHON = os.environ.get("HEADRACE_TRAINER_PYTHON", sys.executable)
+"""The interpreter of the process that publishes: vLLM's environment lacks some of its packages."""
+PUBLISH = """
+import shutil, sys
+from functools import partial
+from pathlib import Path
+from headrace.rollout.version import Version
+from headrace.transport.weights import WeightStore
+
+WeightStore(Path(sys.argv[1])).publish(
+    Version.parse(sys.argv[2]), partial(shutil.copytree, sys.argv[3], dirs_exist_ok=True)
+)
+"""
 PROMPTS = [[5, 17, 80, 3, 3, 91, 44], [60, 2], list(range(10, 50))]
 
 
@@ -104,12 +118,16 @@ def main(directory: Path, tied: bool, carrier: str) -> None:
     )
     check(engine, models[0], "initial model")
 
-    marker = store.publish(Version(0, 1), models[1].save_pretrained)
+    models[1].save_pretrained(directory / "first")
+    arguments = [str(store.directory), "0-1", str(directory / "first")]
+    subprocess.run([TRAINER_PYTHON, "-c", PUBLISH, *arguments], check=True)
+    marker = read_marker(store.path(Version(0, 1)))
     acknowledged = engine.collective_rpc("load_published", args=(str(store.path(Version(0, 1))), "0-1"))
     assert acknowledged == [marker.checksum]
     check(engine, models[1], "version 0-1 from files")
 
-    trainer = SenderProcess(store.directory, carrier, "cpu" if carrier == "stream" else "cuda")
+    device = "cpu" if carrier == "stream" else "cuda"
+    trainer = SenderProcess(store.directory, carrier, device, python=TRAINER_PYTHON)
     for step in (2, 3):
         models[step].save_pretrained(directory / "next")
         checksum = trainer.publish(Version(0, step), directory / "next" / "model.safetensors")
