@@ -160,15 +160,15 @@ async def test_of_too_many_connections_without_a_key_the_oldest_is_closed(
         async with http.post(GENERATE, json=SMALL, headers=KEY) as answer:
             assert answer.status == 200
         [mine] = [connection for held in http.connector._conns.values() for connection, _ in held]  # type: ignore
-        strangers = [await Wire.to(http) for _ in range(3)]
-        await strangers[0].send(head(more="Authorization: Bearer wrong\r\n"))
-        assert (await strangers[0].reader.readline()).startswith(b"HTTP/1.1 401")
-        strangers += [await Wire.to(http) for _ in range(3)]
-        for stranger in strangers[:2]:
-            await stranger.answer()
-        for stranger in strangers[2:]:
-            await stranger.send(head())
-            assert (await stranger.reader.readline()).startswith(b"HTTP/1.1 401")
+        without_key = [await Wire.to(http) for _ in range(3)]
+        await without_key[0].send(head(more="Authorization: Bearer wrong\r\n"))
+        assert (await without_key[0].reader.readline()).startswith(b"HTTP/1.1 401")
+        without_key += [await Wire.to(http) for _ in range(3)]
+        for client in without_key[:2]:
+            await client.answer()
+        for client in without_key[2:]:
+            await client.send(head())
+            assert (await client.reader.readline()).startswith(b"HTTP/1.1 401")
         assert mine.is_connected()
         async with http.post(GENERATE, json=SMALL, headers=KEY) as answer:
             assert answer.status == 200
