@@ -57,7 +57,7 @@ from headrace.rollout.version import Version
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.trainer.tiny import write_tiny_model
-from headrace.transport.journal import Clock, Totals
+from headrace.transport.journal_entries import Clock, Totals
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "math" / "rl.toml"
 MEDIAN, SIGMA = 2.0, 1.0

@@ -26,7 +26,8 @@ from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import Rollout, Sample, Task, Turn
 from headrace.tools.audit.audit import audit_run
-from headrace.transport.journal import Clock, Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Clock, Draw, Entries, Outcome, Totals
 from headrace.transport.journal_schema import check_log, transaction
 from headrace.transport.run_dir import RunDir
 

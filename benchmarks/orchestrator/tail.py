@@ -39,7 +39,7 @@ from headrace.orchestrator.signals import Episode, EvalBatch, Kind, ScoredGroup,
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
-from headrace.transport.journal import Clock, Totals
+from headrace.transport.journal_entries import Clock, Totals
 
 LENGTHS = Path(__file__).parents[1] / "data/traffic_lengths.json"
 GROUP_SIZE = 8

@@ -10,7 +10,8 @@ import pytest
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints, hold, plan_directory, refuse_shorter
 from headrace.observe.metrics import History, MetricsLog, read_metrics
-from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals
 from tests.refusals import refused
 
 

@@ -11,7 +11,8 @@ from headrace.cli.main import main
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.summary import EnvironmentReport, duration, ends, summarize, text, write_summary
 from headrace.rollout.types import Rollout, RolloutError
-from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RolloutKind, RunDir
 

@@ -60,7 +60,8 @@ from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Tur
 from headrace.rollout.version import Version, staleness
 from headrace.tools.audit.replay import compare_draws
 from headrace.tools.audit.report import Report
-from headrace.transport.journal import NOT_TRAINABLE, Entries, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import NOT_TRAINABLE, Entries
 
 DEADLINE = 90 * 86400.0
 """Simulated seconds within which every run must end."""

@@ -12,7 +12,8 @@ from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.orchestrator.crediting import set_up_algorithms
 from headrace.runfile.reading import validate
-from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import AlgorithmState, Draw, Entries, Outcome, Totals
 from tests.algorithms.teachers import MODEL, Teacher
 from tests.refusals import refused
 

@@ -12,7 +12,8 @@ from headrace.rollout.batch import Batch
 from headrace.rollout.digest import digest_of
 from headrace.transport.checkpoint_files import STATE, TENSORS, XXH3, BlockDigests, CheckpointMarker
 from headrace.transport.files import MARKER, link_tree
-from headrace.transport.journal import Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals
 from headrace.transport.run_dir import RunDir
 
 

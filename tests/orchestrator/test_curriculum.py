@@ -20,7 +20,7 @@ from headrace.orchestrator.source import (
     TrainTasks,
 )
 from headrace.rollout.types import Rollout, Sample, Task
-from headrace.transport.journal import Lesson
+from headrace.transport.journal_entries import Lesson
 from tests.refusals import refused
 
 WEIGHTS = {"unseen": 1.0, "hard": 0.2, "normal": 1.0, "easy": 0.2}

@@ -6,7 +6,7 @@ import pytest
 from headrace.orchestrator.empty_batches import EmptyBatches, likely_cause
 from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
-from headrace.transport.journal import GROUP_FAILED
+from headrace.transport.journal_entries import GROUP_FAILED
 
 
 def group(kept: int = 0, *, failed: int = 0, dropped: str = "", size: int = 2) -> ScoredGroup:

@@ -3,7 +3,7 @@
 from headrace.orchestrator.journal_buffer import JournalBuffer, most_common
 from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
-from headrace.transport.journal import AlgorithmState, Clock, Draw, Totals
+from headrace.transport.journal_entries import AlgorithmState, Clock, Draw, Totals
 
 
 def make_buffer(**given) -> JournalBuffer:

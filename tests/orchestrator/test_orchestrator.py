@@ -30,7 +30,8 @@ from headrace.rollout.version import Version, staleness
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.transport.batches import BatchStore
-from headrace.transport.journal import FileRecord, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import FileRecord
 from headrace.transport.lock import only_one
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir

@@ -21,7 +21,7 @@ from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
-from headrace.transport.journal import AlgorithmState
+from headrace.transport.journal_entries import AlgorithmState
 from headrace.transport.rollout_files import write_rollouts
 
 ZERO_ADVANTAGE = Filter("zero_advantage", has_no_advantage, enforce=True)

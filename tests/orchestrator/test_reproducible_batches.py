@@ -33,7 +33,8 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, Sample, Task
 from headrace.rollout.version import Version
-from headrace.transport.journal import Journal, Lesson
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Lesson
 
 SETUPS = {
     "one environment": {"group_sizes": {"a": 4}, "batch_size": 16},

@@ -13,7 +13,8 @@ from headrace.cli.main import main
 from headrace.orchestrator.audit import find_state_violations, replay_state, states_before
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Group, Rollout, Task
-from headrace.transport.journal import AlgorithmState, Draw, Entries, Journal, Outcome, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import AlgorithmState, Draw, Entries, Outcome, Totals
 from headrace.transport.journal_schema import prepare
 from headrace.transport.rollout_files import write_rollouts
 from headrace.transport.run_dir import RunDir

@@ -12,18 +12,8 @@ import pytest
 from headrace.errors import BadInput, Failure
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.fingerprint import Fingerprint
-from headrace.transport.journal import (
-    AlgorithmState,
-    Clock,
-    Draw,
-    Entries,
-    FileRecord,
-    Journal,
-    Outcome,
-    Totals,
-    fork,
-    network_file_system,
-)
+from headrace.transport.journal import Journal, fork, network_file_system
+from headrace.transport.journal_entries import AlgorithmState, Clock, Draw, Entries, FileRecord, Outcome, Totals
 from tests.refusals import refused
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded-runs" / "rl" / "journal.sqlite"

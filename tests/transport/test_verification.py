@@ -17,7 +17,8 @@ from headrace.runfile.run import RunConfig
 from headrace.transport.checkpoint_files import TENSORS, XXH3, BlockDigests, CheckpointMarker
 from headrace.transport.digests import DIGESTS, check_directory, check_file, write_digests
 from headrace.transport.files import MARKER
-from headrace.transport.journal import Entries, Journal, Totals
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Entries, Totals
 from headrace.transport.rollout_files import RolloutFiles, write_eval_rollouts
 from headrace.transport.run_dir import RolloutKind, RunDir
 from headrace.transport.verification import verify

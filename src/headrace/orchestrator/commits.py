@@ -14,7 +14,8 @@ import msgspec
 
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
-from headrace.transport.journal import Entries, FileRecord, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Entries, FileRecord
 from headrace.transport.rollout_files import dropped_files, write_dropped, write_rollouts
 from headrace.transport.run_dir import RolloutKind, RunDir
 

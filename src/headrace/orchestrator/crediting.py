@@ -23,7 +23,8 @@ from headrace.inference.client.reference import FrozenModel, Reference, Referenc
 from headrace.inference.client.served_model import ServedModel, sampling_keys
 from headrace.inference.schema import Health
 from headrace.text.tokenizer import Tokenizer
-from headrace.transport.journal import AlgorithmState, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import AlgorithmState
 
 log = logging.getLogger(__name__)
 

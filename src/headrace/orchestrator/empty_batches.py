@@ -12,7 +12,7 @@ from collections.abc import Set
 from headrace.algorithms.teacher import NO_REFERENCE
 from headrace.orchestrator.gate import GATED
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
-from headrace.transport.journal import GROUP_FAILED
+from headrace.transport.journal_entries import GROUP_FAILED
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
-from headrace.transport.journal import NOT_TRAINABLE, AlgorithmState, Clock, Draw, Entries, Outcome, Totals
+from headrace.transport.journal_entries import NOT_TRAINABLE, AlgorithmState, Clock, Draw, Entries, Outcome, Totals
 
 
 class _Entry(msgspec.Struct):

@@ -30,7 +30,8 @@ from headrace.orchestrator.signals import EvalBatch, Kind, TrainBatch
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.version import Version
-from headrace.transport.journal import Entries, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Entries
 from headrace.transport.rollout_files import write_eval_rollouts
 from headrace.transport.run_dir import RolloutKind, RunDir
 

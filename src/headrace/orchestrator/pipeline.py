@@ -26,7 +26,7 @@ from headrace.orchestrator.source import TrainSource, lesson_of
 from headrace.orchestrator.train_buffer import EpisodeCapacity, TrainBuffer
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
-from headrace.transport.journal import ON_POLICY, Lesson
+from headrace.transport.journal_entries import ON_POLICY, Lesson
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from headrace.rollout.checks import INVALID_REWARD, INVALID_ROLLOUT, check_rollo
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.routing import route_actions, training_problem
 from headrace.rollout.types import Group, Rollout, RolloutError, Task
-from headrace.transport.journal import GROUP_FAILED, AlgorithmState
+from headrace.transport.journal_entries import GROUP_FAILED, AlgorithmState
 
 log = logging.getLogger(__name__)
 

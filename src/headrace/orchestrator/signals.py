@@ -14,7 +14,7 @@ import msgspec
 from headrace.inference.schema import Health
 from headrace.rollout.types import Group, Rollout
 from headrace.rollout.version import Version
-from headrace.transport.journal import AlgorithmState, Entries
+from headrace.transport.journal_entries import AlgorithmState, Entries
 
 
 class Kind(StrEnum):

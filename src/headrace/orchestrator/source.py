@@ -17,7 +17,7 @@ import msgspec
 from headrace.orchestrator.curriculum import CheckedSampler, Shuffled, TaskSampler
 from headrace.orchestrator.signals import ScoredGroup
 from headrace.rollout.types import Task
-from headrace.transport.journal import GROUP_FAILED, Draw, Lesson
+from headrace.transport.journal_entries import GROUP_FAILED, Draw, Lesson
 
 log = logging.getLogger(__name__)
 

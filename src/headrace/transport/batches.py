@@ -14,7 +14,7 @@ from headrace.rollout.digest import digest_of
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.transport.files import STEP, check_regular, sync, write_atomically
-from headrace.transport.journal import FileRecord
+from headrace.transport.journal_entries import FileRecord
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """The stream of a probe's samples: logprobs by the trainer with the weights of the probe's version."""

@@ -16,7 +16,8 @@ from headrace.rollout.batch import DamagedFile, read_batch
 from headrace.transport.checkpoint_files import check_checkpoint
 from headrace.transport.digests import DIGESTS, check_directory, check_file, check_parquet, check_sealed
 from headrace.transport.files import MARKER, check_regular
-from headrace.transport.journal import FileRecord, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import FileRecord
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import ACKNOWLEDGED, checksum, read_marker
 

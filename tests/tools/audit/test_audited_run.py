@@ -19,7 +19,8 @@ from headrace.launch.saved_config import save
 from headrace.rollout.batch import Batch
 from headrace.tools.audit.audit import audit_run
 from headrace.transport import journal_schema
-from headrace.transport.journal import FileRecord, Journal
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import FileRecord
 from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.orchestrator.test_orchestrator import STEPS, Pipeline
 

@@ -12,7 +12,8 @@ import numpy as np
 from headrace.errors import Failure
 from headrace.rollout.types import TOKEN_ARRAYS, Sample
 from headrace.tools.audit.report import shortened
-from headrace.transport.journal import NOT_TRAINABLE, FileRecord, Journal, Outcome
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import NOT_TRAINABLE, FileRecord, Outcome
 from headrace.transport.rollout_files import RolloutFiles, dropped_files, read_columns
 from headrace.transport.run_dir import RolloutKind, RunDir
 

@@ -18,7 +18,8 @@ from headrace.rollout.types import Task
 from headrace.tools.audit.report import Report, shortened
 from headrace.tools.rescore.options import check_rescorable
 from headrace.tools.rescore.rescoring import rescore_run
-from headrace.transport.journal import Draw, Journal, Lesson
+from headrace.transport.journal import Journal
+from headrace.transport.journal_entries import Draw, Lesson
 from headrace.transport.rollout_files import RolloutFiles
 
 TRAIN = "train"
