@@ -55,6 +55,11 @@ def visible_gpus() -> list[str]:
     return [index for index, _, _ in _query_gpus()]
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def gpu_memory() -> int | None:
     """Return the bytes of memory of the smallest visible GPU; None if there is none, or it is not known."""
     visible = {name.strip() for name in visible_gpus()}

@@ -6,7 +6,8 @@ from typing import Any
 
 from headrace.cli.main import explain
 from headrace.launch.errors import LaunchError
-from headrace.launch.process import ProcessSpec
+from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.run_directory import hold
 from headrace.launch.supervisor import Supervisor
 from headrace.machine import HostMemory
@@ -35,7 +36,7 @@ for argument in sys.argv[2:]:
     specs.append(ProcessSpec(key, argv, {"PYTHONUNBUFFERED": "1"}, service=key == "inference", restart_argv=again))
 try:
     with hold(run.root) as held:
-        sys.exit(Supervisor(specs, run, make_view("fake", 5), **limits, inherited=(held,)).run())
+        sys.exit(Supervisor(specs, LocalHosts((held,)), run, make_view("fake", 5), **limits).run())
 except LaunchError as error:
     explanation = explain(error)
     assert explanation is not None

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import AGAIN
+from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.out_of_memory import RECENT_S, OomMonitor
-from headrace.launch.process import RSS_UNIT_BYTES, Lifeline, Process, ProcessSpec
+from headrace.launch.process import RSS_UNIT_BYTES, Lifeline, Process
 from headrace.machine import HostMemory
 from headrace.observe.summary import read_failure
 from headrace.transport.run_dir import RunDir

@@ -16,12 +16,13 @@ from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
+from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.own_code import save_folders
-from headrace.launch.process import ProcessSpec
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import MEMORY_ADVICE, Supervisor
-from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
+from headrace.machine import VISIBLE_GPUS_VAR, usable_cores, visible_gpus
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
@@ -106,12 +107,12 @@ def make_supervisor(
         view.say(sentence)
     return Supervisor(
         specs,
+        LocalHosts(inherited),
         run,
         view,
         start_timeout=start_timeout(limits, config.inference),
         stop_timeout=limits.stop_timeout,
         max_restarts=limits.max_restarts,
-        inherited=inherited,
         heartbeat=Heartbeat(run.heartbeat, limits.heartbeat_url, limits.heartbeat_interval),
         memory_advice=memory_advice or MEMORY_ADVICE,
     )
@@ -234,11 +235,6 @@ def _command(command: str, run: RunDir, **options: object) -> list[str]:
     """Return `headrace COMMAND RUN` with the options that are not None."""
     flags = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "headrace", command, str(run.root), *flags]
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def half_the_cores() -> int:

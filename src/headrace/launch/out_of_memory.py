@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 
 from headrace.errors import AGAIN
-from headrace.launch.process import Process
+from headrace.launch.hosts.base import HostProcess
 from headrace.machine import HostMemory
 
 GIB = 1 << 30
@@ -64,7 +64,7 @@ class OomMonitor:
             self._risen_at = now
         self._count = count
 
-    def explain(self, process: Process, activity: str, now: float) -> OutOfMemory | None:
+    def explain(self, process: HostProcess, activity: str, now: float) -> OutOfMemory | None:
         """Describe the end of a process if it was for memory."""
         if process.exit_status not in KILLED_STATUSES:
             return None

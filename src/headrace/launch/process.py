@@ -14,20 +14,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.config.launch import LaunchConfig, without_exported
-from headrace.errors import AGAIN
+from headrace.launch.hosts.base import HostProcess, ProcessSpec
 
 log = logging.getLogger(__name__)
 
-LAST_LINES = 15
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"})
 """Removed from the environment of a child: a cluster may have set them, but only we decide what is a rank."""
-STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 TORCHRUN_VAR = "TORCHELASTIC_RUN_ID"
 """Set in a process that torchrun has started."""
 PARENT_VAR = "HEADRACE_RANKS_OF"
@@ -39,21 +36,6 @@ RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 """Unit of `ru_maxrss`."""
 GRACE_S = 10.0
 """Time to stop in order before the process and its children are killed."""
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """A command to start. A service runs until it is stopped; other processes end when their work is done."""
-
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    service: bool = False
-    restart_argv: Sequence[str] | None = None
-    """The command that continues its work after a crash, if it differs from `argv`."""
-
-    def again(self) -> ProcessSpec:
-        return replace(self, argv=self.restart_argv or self.argv)
 
 
 def set_variables(launch: LaunchConfig) -> list[str]:
@@ -71,15 +53,13 @@ def set_variables(launch: LaunchConfig) -> list[str]:
     return notices
 
 
-class Process:
+class Process(HostProcess):
     """A child process in its own session, so that Ctrl-C in the terminal reaches only the launcher."""
 
     def __init__(self, spec: ProcessSpec, log: Path, lifeline: Lifeline, inherited: Sequence[int] = ()) -> None:
-        self.spec, self.name, self.log = spec, spec.name, log
-        log.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(spec, log)
         inherited_env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         with open(log, "ab") as output:
-            self._log_start = output.tell()
             self._popen = subprocess.Popen(
                 list(spec.argv),
                 env={**inherited_env, **spec.env, LIFELINE_VAR: str(lifeline.read_end)},
@@ -90,14 +70,11 @@ class Process:
                 start_new_session=True,
             )
         self.pid = self._popen.pid
-        self.peak_bytes = 0
-        """Most resident memory of the process, or of one of its children that it waited for; 0 while it runs."""
         self._reaping = threading.Lock()
         self._is_cleared = False
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; -N if signal N ended it."""
         with self._reaping:
             if self._popen.returncode is not None:
                 return self._popen.returncode
@@ -110,52 +87,16 @@ class Process:
                 self.peak_bytes = usage.ru_maxrss * RSS_UNIT_BYTES
             return self._popen.returncode
 
-    @property
-    def running(self) -> bool:
-        return self.exit_status is None
-
     def terminate(self) -> None:
         if self.running:
             os.kill(self.pid, signal.SIGTERM)  # not reaped yet, so that no other process has its id
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether it crashed: a signal other than a stop request ended it (out of memory, segmentation fault)."""
-        status = self.exit_status
-        return status is not None and status < 0 and -status not in STOP_SIGNALS
-
     def kill(self) -> None:
-        """Kill the process and its children. After the process has ended, only the first call has an effect."""
         if self._is_cleared:
             return  # the system may have reused its process id since
         self._is_cleared = not self.running
         with suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS reports EPERM
             os.killpg(self.pid, signal.SIGKILL)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the process to end, and return whether it has."""
-        deadline = time.monotonic() + seconds
-        while self.running and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.running
-
-    def how_it_ended(self) -> str:
-        status = self.exit_status
-        if status is None:
-            return "is still running"
-        if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        if status == AGAIN:
-            return "ended because its engine died"
-        name = f" ({signal.Signals(status - 128).name})" if status - 128 in signal.valid_signals() else ""
-        return f"ended with exit status {status}{name}"
-
-    def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """Return the last lines that this process, not an earlier one, has written to its log."""
-        with open(self.log, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, file.tell() - 16384))
-            return file.read().decode(errors="replace").splitlines()[-count:]
 
 
 class Lifeline:

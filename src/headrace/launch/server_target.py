@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from headrace.errors import BadInput, Failure
 from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.openai_client import OpenAIError
-from headrace.launch.process import Lifeline, Process, ProcessSpec
+from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.process import Lifeline, Process
 from headrace.launch.run_directory import in_use, is_run
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir

@@ -20,8 +20,8 @@ from types import FrameType
 from headrace.errors import AGAIN, BAD_INPUT, RESTART_RUN
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
+from headrace.launch.hosts.base import HostProcess, Hosts, ProcessSpec
 from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
-from headrace.launch.process import Lifeline, Process, ProcessSpec
 from headrace.machine import HostMemory
 from headrace.observe.metrics import History, Tail
 from headrace.observe.status import ObservedStatus, StatusReader, is_up
@@ -134,11 +134,12 @@ class Restarts:
 
 
 class Supervisor:
-    """Starts `specs` in order and stops them in reverse order. The processes inherit the `inherited` descriptors."""
+    """Starts `specs` on `hosts` in order, and stops them in reverse order."""
 
     def __init__(
         self,
         specs: Sequence[ProcessSpec],
+        hosts: Hosts,
         run: RunDir,
         view: View,
         *,
@@ -147,23 +148,20 @@ class Supervisor:
         max_restarts: int,
         restart_delay_s: float = RESTART_DELAY_S,
         stall_s: float = STALL_S,
-        inherited: Sequence[int] = (),
         heartbeat: Heartbeat | None = None,
         memory: HostMemory | None = None,
         memory_advice: str = MEMORY_ADVICE,
     ) -> None:
         """`memory_advice`: a sentence on what makes the run need less host memory."""
         self.history = History()
-        self._specs, self._run, self._view = specs, run, view
+        self._specs, self._hosts, self._run, self._view = specs, hosts, run, view
         self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
-        self._inherited = inherited
         self._heartbeat = heartbeat or Heartbeat(run.heartbeat)
         self._tail, self._reader = Tail(run.metrics), StatusReader(run.status)
-        self._lifeline = Lifeline()
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, HostProcess] = {}
         """By name, in the order of their first start."""
         self._up: set[str] = set()
-        self._killed: set[Process] = set()
+        self._killed: set[HostProcess] = set()
         """Processes that were killed because they had failed and did not end."""
         self._restarts = Restarts(max_restarts, restart_delay_s)
         self._oom, self._memory_advice = OomMonitor(memory or HostMemory()), memory_advice
@@ -191,7 +189,7 @@ class Supervisor:
                 finally:
                     self._heartbeat.close(state, problem)
                     self._view.close(self.history, self._statuses)
-                    self._lifeline.close()
+                    self._hosts.close()
 
     def _start(self) -> None:
         for stale in (*self._run.status.rglob("*.json"), *self._run.endpoints.glob("*.json")):
@@ -203,7 +201,7 @@ class Supervisor:
 
     def _start_process(self, spec: ProcessSpec) -> None:
         log = self._run.logs / f"{spec.name}.log"
-        self._processes[spec.name] = Process(spec, log, self._lifeline, self._inherited)
+        self._processes[spec.name] = self._hosts.start(spec, log)
         self._up.discard(spec.name)
         self._started = time.monotonic()  # of the last one: other processes may wait for it to come up
 
@@ -239,7 +237,7 @@ class Supervisor:
                 self._view.say(f"{status.process}: {notice}")
             self._notices_shown[status.pid] = len(status.notices)
 
-    def _handle_ended(self, ended: list[Process]) -> None:
+    def _handle_ended(self, ended: list[HostProcess]) -> None:
         """Schedule restarts of crashed processes; raise `LaunchError` if one cannot be restarted."""
         died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if process.name not in self._restarts.due]
@@ -266,14 +264,14 @@ class Supervisor:
             how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}"
             self._view.say(f"{how}; {when} ({attempt})")
 
-    def _has_failed(self, process: Process) -> bool:
+    def _has_failed(self, process: HostProcess) -> bool:
         """Whether the process has reported its failure."""
         if process in self._killed:
             return True
         status = self._statuses.get(process.name)
         return status is not None and status.pid == process.pid and status.state == "failed"
 
-    def _find_out_of_memory(self, process: Process) -> OutOfMemory | None:
+    def _find_out_of_memory(self, process: HostProcess) -> OutOfMemory | None:
         """Return how the process ended for lack of memory; None if it ended in another way, or was killed by us."""
         if process in self._killed:
             return None
@@ -281,7 +279,7 @@ class Supervisor:
         doing = "" if status is None or status.pid != process.pid or status.state == "failed" else status.state
         return self._oom.explain(process, doing, time.monotonic())
 
-    def _describe_failure(self, process: Process, out_of_memory: OutOfMemory | None) -> str:
+    def _describe_failure(self, process: HostProcess, out_of_memory: OutOfMemory | None) -> str:
         head = str(out_of_memory or f"{process.name} {process.how_it_ended()}")
         if restarts := self._restarts.in_a_row.get(process.name):
             head += f" after {restarts} restart{'s' * (restarts > 1)} without progress"
@@ -291,7 +289,7 @@ class Supervisor:
             return "\n".join([f"{head} and wrote no log", *advice])
         return "\n".join([f"{head}; the end of {process.log}:", *lines, *advice])
 
-    def _check(self, running: list[Process]) -> None:
+    def _check(self, running: list[HostProcess]) -> None:
         """Raise `LaunchError` if a process does not come up in time; show warnings about a stalled run."""
         names = [process.name for process in running]
         self._up.update(name for name in names if is_up(self._statuses.get(name)))
