@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.saved_config import pin, save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status, read_status
@@ -61,6 +63,36 @@ class Trainer:
         self._configure(max_steps)
         code, output = headrace("trainer", self.run.root, "--ranks", 2, *resume)
         assert code == 0, output
+
+    def on_hosts(self, max_steps: int) -> list[subprocess.Popen[str]]:
+        """Start two members with a rank each, which know each other by an address of this machine alone."""
+        self._configure(max_steps)
+        address = f"127.0.0.1:{LocalHosts().free_port('')}"
+        options = ("--nodes", 2, "--rendezvous", address, "--node-rank")
+        return [start("trainer", self.run.root, *options, index) for index in (0, 1)]
+
+
+@pytest.mark.full
+def test_a_trainer_on_two_hosts_trains_what_as_many_ranks_on_one_train(tmp_path: Path, tiny_model: Path):
+    one, two = (Trainer(tmp_path / name / "run", tiny_model) for name in ("one", "two"))
+    one.together(4)
+    for member in two.on_hosts(4):
+        code, output = finish(member)
+        assert code == 0, output
+    expected, tensors = trained(one.run), trained(two.run)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.full
+def test_a_trainer_on_two_hosts_ends_at_once_without_one_of_them(tmp_path: Path, tiny_model: Path):
+    trainer = Trainer(tmp_path / "two" / "run", tiny_model)
+    first, second = trainer.on_hosts(5)  # there is no fifth batch
+    wait_until(lambda: steps_of(trainer.run, "trainer", "loss")[-1:] == [4], "step 4")
+    second.kill()
+    second.communicate()
+    code, output = finish(first, timeout=60)  # collectives time out after half an hour
+    assert code == 1, output
 
 
 @pytest.mark.full

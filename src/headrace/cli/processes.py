@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -122,7 +123,10 @@ def _exit_at_once(code: int) -> NoReturn:
 
 def configure_trainer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
-    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="processes that train together (default 1)")
+    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="processes on this host (default 1)")
+    parser.add_argument("--nodes", metavar="K", type=int, default=1, help="hosts that train together (default 1)")
+    parser.add_argument("--node-rank", metavar="I", type=int, default=0, help="number of this host, from 0")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="a free port of host 0, for --nodes")
     parser.add_argument(
         "--sharing", choices=("alternate", "overlap"), help="the run's servers are on the same device: in turns, or not"
     )
@@ -130,19 +134,26 @@ def configure_trainer(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trainer(arguments: argparse.Namespace) -> int:
-    if arguments.sharing is not None and max(arguments.ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    ranks = arguments.ranks * arguments.nodes
+    if arguments.sharing is not None and max(ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise BadRequest(
             "only a single rank can share its device with servers",
             key="--sharing",
             value=arguments.sharing,
             fix="Leave out --sharing, or start one rank.",
         )
+    if arguments.nodes > 1 and not re.fullmatch(r".+:\d+", arguments.rendezvous or ""):
+        fact, fix = "hosts that train together need a common address", "Give HOST:PORT of host 0."
+        raise BadRequest(fact, key="--rendezvous", value=arguments.rendezvous, fix=fix)
+    if not 0 <= arguments.node_rank < arguments.nodes:
+        fix = f"Use a number from 0 to {arguments.nodes - 1}."
+        raise BadRequest(f"there are {arguments.nodes} --nodes", key="--node-rank", value=arguments.node_rank, fix=fix)
     keep_compiled_kernels()
     config = read_run(arguments.run)
     run = run_directory(config)
     resume = _check_resume(run.root, arguments.resume)
-    if arguments.ranks > 1:
-        return _run_ranks(arguments.ranks, arguments.run, resume)
+    if ranks > 1:
+        return _run_ranks(arguments, resume)
     from headrace.observe.monitors import forwarding
 
     engines = colocated_engines(config, arguments.sharing) if arguments.sharing else None
@@ -201,13 +212,14 @@ def bytes_per_parameter(trainer: TrainingConfig, *, while_training: bool) -> flo
     return trainer.bytes_per_parameter(while_training=while_training, adapter_share=share)
 
 
-def _run_ranks(count: int, target: Path, resume: str | None) -> int:
-    from headrace.trainer import ranks
+def _run_ranks(arguments: argparse.Namespace, resume: str | None) -> int:
+    from headrace.trainer.ranks import Node, run_ranks
 
     setup_logging()
     stop_with_launcher()
     os.environ[PARENT_VAR] = str(os.getpid())
-    return ranks.run_ranks(count, ["trainer", str(target), *(["--resume"] if resume else [])])
+    node = Node(arguments.node_rank, arguments.nodes, arguments.rendezvous) if arguments.nodes > 1 else None
+    return run_ranks(arguments.ranks, ["trainer", str(arguments.run), *(["--resume"] if resume else [])], node)
 
 
 def _check_resume(directory: Path, resume: str | None) -> str | None:

@@ -87,9 +87,9 @@ class Process(HostProcess):
                 self.peak_bytes = usage.ru_maxrss * RSS_UNIT_BYTES
             return self._popen.returncode
 
-    def terminate(self) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self.running:
-            os.kill(self.pid, signal.SIGTERM)  # not reaped yet, so that no other process has its id
+            os.kill(self.pid, number)  # not reaped yet, so that no other process has its id
 
     def kill(self) -> None:
         if self._is_cleared:

@@ -1,4 +1,4 @@
-"""The ranks (processes) that train one model, their collectives, and their start on one machine.
+"""The ranks (processes) that train one model, their collectives, and their start on one or several hosts.
 
 `torchrun` or `run_ranks` starts them and sets RANK, WORLD_SIZE and LOCAL_RANK; without it there is one rank. A process
 group always exists, so that one rank and several run the same code; with one rank it costs nothing.
@@ -6,13 +6,17 @@ group always exists, so that one rank and several run the same code; with one ra
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -137,6 +141,10 @@ TORCH_KILL_DELAY_S = 10
 """A rank killed within this time after the first failure was not killed by torch."""
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of a network interface."""
+
 
 class RankExit(NamedTuple):
     """Exit code of a rank, negative for a signal, and its time in seconds."""
@@ -145,11 +153,21 @@ class RankExit(NamedTuple):
     time: int
 
 
-def run_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run `headrace ARGUMENTS` on `count` ranks of this machine until the last has ended; return the exit code.
+@dataclass(frozen=True)
+class Node:
+    """This host's place in a trainer on several hosts: its index, their number, and `HOST:PORT` of the first one."""
+
+    index: int
+    count: int
+    rendezvous: str
+
+
+def run_ranks(ranks: int, arguments: Sequence[str], node: Node | None = None) -> int:
+    """Run `headrace ARGUMENTS` on `ranks` ranks of this host until the last has ended; return the exit code.
 
     Like the `torchrun` command, except for the exit code: the launcher of a run restarts a process that was killed by a
-    signal, but not one that failed with an error. So this process ends as its ranks did.
+    signal, but not one that failed with an error. So this process ends as its ranks did. Hosts have fixed indices, so
+    that each rank reads the same data as on one host.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -157,16 +175,19 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log their errors
+    if node is not None:
+        use_interface_towards(node.rendezvous)
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as scratch:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
+            min_nodes=1 if node is None else node.count,
+            max_nodes=1 if node is None else node.count,
+            nproc_per_node=ranks,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            run_id=uuid.uuid4().hex if node is None else node.rendezvous,
+            rdzv_backend="c10d" if node is None else "static",
+            rdzv_endpoint="localhost:0" if node is None else node.rendezvous,
+            rdzv_configs={} if node is None else {"rank": node.index},
+            local_addr="localhost" if node is None else None,
             max_restarts=0,  # the launcher of the run restarts
         )
         try:
@@ -180,6 +201,26 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
     if code < 0:
         os.kill(os.getpid(), -code)
     return code
+
+
+def use_interface_towards(rendezvous: str) -> None:
+    """Make collectives use the network interface of the route to an IPv4 address, unless one is configured.
+
+    Gloo would use the address of this host's name, which is often a loopback address.
+    """
+    host, port = rendezvous.rsplit(":", 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
+            except OSError:  # it has no IPv4 address
+                continue
+            if found == own:
+                for variable in INTERFACE_VARIABLES:
+                    os.environ.setdefault(variable, name)
+                return
 
 
 def joint_exit_code(exits: Sequence[RankExit]) -> int:

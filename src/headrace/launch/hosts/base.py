@@ -72,12 +72,16 @@ class HostProcess(ABC):
         """None while it runs; -N if signal N ended it. A process whose host is lost has ended by SIGKILL."""
 
     @abstractmethod
-    def terminate(self) -> None:
-        """Ask the process to stop (SIGTERM), if it is running."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, not to its children, if it is running."""
 
     @abstractmethod
     def kill(self) -> None:
         """Kill the process and its children. After the process has ended, only the first call has an effect."""
+
+    def terminate(self) -> None:
+        """Ask the process to stop, if it is running."""
+        self.send_signal(signal.SIGTERM)
 
     @property
     def running(self) -> bool:
