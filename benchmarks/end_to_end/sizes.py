@@ -3,7 +3,7 @@
     python -m benchmarks.end_to_end.sizes --model 1.7b [--steps 10] [--interval 3] [--kill-after 7] [--KEY VALUE ...]
     python -m benchmarks.end_to_end.sizes --model 8b --steps 5 --interval 2 --kill-after 3 --trainer.optim.state_bits 8
     python -m benchmarks.end_to_end.sizes --model 32b --steps 5 --interval 2 --kill-after 3 \\
-        --trainer.lora.rank 16 --trainer.lora.save_merged false --weights /dev/shm
+        --trainer.lora.r 16 --trainer.lora.save_merged false --weights /dev/shm
 
 Random weights in the shape of a Qwen3, GSM8K's prompts with a coin for a reward, 128 completions a step of 256 tokens.
 After the metrics of step `--kill-after` every process of the run gets SIGKILL; then it is resumed to the end and
