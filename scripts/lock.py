@@ -13,7 +13,7 @@ import tomllib
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from install import DEV_LOCK, ROOT, RUNTIME_LOCK, InstallError, Stage, create, install_torch, locked, pip
+from install import DEV_LOCK, RAY_LOCK, ROOT, RUNTIME_LOCK, InstallError, Stage, create, install_torch, locked, pip
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -28,7 +28,9 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     runtime = [*project["project"]["dependencies"], *project["build-system"]["requires"], *BUILD]
     dev = [*runtime, *project["project"]["optional-dependencies"]["dev"]]
-    known = "".join(f"{lock.read_text()}\n" for lock in (RUNTIME_LOCK, DEV_LOCK) if lock.exists() and not upgrade)
+    ray = [*runtime, *project["project"]["optional-dependencies"]["ray"]]
+    locks = (RUNTIME_LOCK, DEV_LOCK, RAY_LOCK)
+    known = "".join(f"{lock.read_text()}\n" for lock in locks if lock.exists() and not upgrade)
     torch = locked(RUNTIME_LOCK)["torch"]  # moved by hand: the tested version is part of the design
     with tempfile.TemporaryDirectory() as scratch:
         environment = Path(scratch) / "venv"
@@ -38,15 +40,18 @@ def main() -> None:
         pins = Path(scratch) / "torch.txt"
         pins.write_text(f"torch=={torch}\n")
         install_torch(environment, pins)
-        for what, requirements in (("runtime", runtime), ("test", dev)):
+        for what, requirements in (("runtime", runtime), ("test", dev), ("Ray's", ray)):
             with Stage(f"resolving {what} packages"):
                 pip(environment, "--constraint", str(constraints), "--constraint", str(pins), *requirements)
         found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
-        needed, needed_dev = closure(runtime, found), closure(dev, found)
+        needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray))
         versions = {name: d.version.partition("+")[0] for name, d in found.items()}
-    more = needed_dev - needed
     write(RUNTIME_LOCK, "Everything Headrace needs to run", {name: versions[name] for name in needed})
-    write(DEV_LOCK, "What tests and checks need besides requirements.lock", {name: versions[name] for name in more})
+    for lock, what, names in (
+        (DEV_LOCK, "What tests and checks need", more[0]),
+        (RAY_LOCK, "Ray and its packages", more[1]),
+    ):
+        write(lock, f"{what} besides requirements.lock", {name: versions[name] for name in names - needed})
 
 
 def closure(requirements: list[str], found: dict[str, Distribution]) -> set[str]:

@@ -1,4 +1,4 @@
-"""How vLLM for CPUs is installed and tested with: what does not work is explained, and GPUs stay out of it."""
+"""How vLLM for CPUs is installed and tested with: what does not work is explained, and GPUs stay out of it; and Ray."""
 
 import importlib.util
 import shutil
@@ -53,3 +53,19 @@ def test_the_vllm_for_cpus_sees_no_gpu(given: list[str], hidden: bool) -> None:
     ).stdout
     assert ("CUDA_VISIBLE_DEVICES= HEADRACE_VLLM_PYTHON=" in output) == hidden
     assert "pytest tests/vllm" in output
+
+
+def test_the_environment_of_ray_sees_the_packages_of_the_runtime_and_has_no_torch_of_its_own(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own, shared = (tmp_path / name / "lib" / "python3.12" / "site-packages" for name in ("ray", "runtime"))
+    for folder in (own, shared):
+        folder.mkdir(parents=True)
+    (shared / "only_in_the_runtime.py").touch()
+    monkeypatch.setattr(install, "pip", lambda environment, *arguments: None)
+    monkeypatch.setattr(install, "run", lambda environment, *arguments: "version 0\n")
+    install.install_ray(tmp_path / "ray", tmp_path / "runtime")
+    code = f"import site; site.addsitedir({str(own)!r}); import only_in_the_runtime"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not {"torch", "headrace"} & set(install.locked(install.RAY_LOCK))
+    assert not set(install.locked(install.RAY_LOCK)) & set(install.locked(install.RUNTIME_LOCK))
