@@ -13,20 +13,31 @@ from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
-from headrace.launch import local
 from headrace.launch.errors import LaunchError
-from headrace.launch.local import (
-    check_ports,
-    on_this_machine,
-    placement_of,
-    processes,
-    processes_of,
-    start_timeout,
-)
+from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.local import check_ports, on_this_machine, place_here, start_timeout
+from headrace.launch.processes import processes_of, thread_env
 from headrace.machine import VISIBLE_GPUS_VAR
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
 from tests.refusals import refused
+
+
+def run_of(launch: Any = None, inference: Any = None, **orchestrator: Any) -> RunConfig:
+    tree = {
+        "output_dir": "outputs/unused",
+        "max_steps": 1,
+        "seq_len": 64,
+        "model": {"name": "tiny"},
+        "launch": launch or {},
+        "inference": inference or {},
+        "orchestrator": {"train": {"env": [{"id": "reverse-text"}]}, **orchestrator},
+    }
+    return RunConfig.model_validate(tree)
+
+
+def specs_of(config: RunConfig | SftConfig, run: Path, **options: Any) -> list[ProcessSpec]:
+    return processes_of(config, RunDir(run), place_here(config), **{"resume": False, **options})
 
 
 @pytest.fixture
@@ -49,34 +60,24 @@ def pair() -> Iterator[tuple[int, socket.socket]]:
 def test_the_port_of_every_server_is_looked_at(pair: tuple[int, socket.socket], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     port, _ = pair
-    check_ports(LaunchConfig(), InferenceConfig(port=port))
+    check_ports(run_of(inference={"port": port}))
     with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{port + 1}"):
-        check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=port))
-    check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=0))
+        check_ports(run_of({"inference_servers": 2}, {"port": port}))
+    check_ports(run_of({"inference_servers": 2}, {"port": 0}))
 
 
 def test_ports_beyond_the_last_one_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     with refused(ConfigError, key="inference.port", value=65535):
-        check_ports(LaunchConfig(inference_servers=2), InferenceConfig(port=65535))
+        check_ports(run_of({"inference_servers": 2}, {"port": 65535}))
 
 
 def test_where_the_engines_are_elsewhere_no_server_is_started_and_all_of_them_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "0,1")
-    tree = {
-        "output_dir": str(tmp_path),
-        "max_steps": 1,
-        "seq_len": 64,
-        "model": {"name": "tiny"},
-        "orchestrator": {
-            "client": {"base_url": ["http://one:8000", "http://two:8000"]},
-            "train": {"env": [{"id": "reverse-text"}]},
-        },
-    }
-    config = RunConfig.model_validate(tree)
-    trainer, orchestrator = processes_of(config, RunDir(tmp_path), resume=False)
+    config = run_of(client={"base_url": ["http://one:8000", "http://two:8000"]})
+    trainer, orchestrator = specs_of(config, tmp_path)
     assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
     assert trainer.env[VISIBLE_GPUS_VAR] == "0,1"
     assert orchestrator.argv[-2:] == ["--servers", "2"]
@@ -96,10 +97,10 @@ def test_an_sft_trainer_uses_every_core_unless_an_engine_computes_beside_it(
     tree: dict[str, Any], trainer_threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
-    monkeypatch.setattr(local, "usable_cores", lambda: 8)
+    monkeypatch.setattr("headrace.launch.hosts.local.usable_cores", lambda: 8)
     given = {"output_dir": str(tmp_path), "max_steps": 1, "seq_len": 64, "data": {"env": "reverse-text"}}
     config = SftConfig.model_validate({**given, "model": {"name": "tiny"}, **tree})
-    specs = {spec.name: spec for spec in processes_of(config, RunDir(tmp_path), resume=False)}
+    specs = {spec.name: spec for spec in specs_of(config, tmp_path)}
     assert specs["trainer"].env["OMP_NUM_THREADS"] == trainer_threads
     assert [spec.env["OMP_NUM_THREADS"] for name, spec in specs.items() if name == "inference"] == ["4"] * (
         "eval" in tree
@@ -108,18 +109,18 @@ def test_an_sft_trainer_uses_every_core_unless_an_engine_computes_beside_it(
 
 def test_threads_wait_without_spinning_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert local.thread_env(2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert thread_env(2)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert local.thread_env(2)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert thread_env(2)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_only_vllm_spreads_a_server_over_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "0,1,2,3,4,5,6,7")
     parallel = {"tensor_parallel_size": 2, "data_parallel_size": 2}
-    embedded = placement_of(LaunchConfig(), InferenceConfig(vllm=parallel))
-    assert [len(gpus) for gpus in embedded.inference] == [1, 1, 1, 1]
-    vllm = placement_of(LaunchConfig(), InferenceConfig(engine="vllm", vllm=parallel))
-    assert vllm.inference == [["0", "1", "2", "3"]]
+    embedded = place_here(run_of(inference={"vllm": parallel}))
+    assert [len(server.gpus) for server in embedded.servers] == [1, 1, 1, 1]
+    vllm = place_here(run_of(inference={"engine": "vllm", "vllm": parallel}))
+    assert [server.gpus for server in vllm.servers] == [("0", "1", "2", "3")]
 
 
 def test_vllm_gets_its_own_time_to_start_on_top():
@@ -145,7 +146,7 @@ def test_vllm_leaves_the_trainer_memory_where_they_share_a_gpu(
     gpus: str, inference: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, gpus)
-    server, *_ = processes(LaunchConfig(), InferenceConfig(**inference), RunDir(tmp_path), resume=False)
+    server, *_ = specs_of(run_of(inference=inference), tmp_path)
     assert list(server.argv[server.argv.index("serve") + 2 :]) == expected
 
 
@@ -171,9 +172,10 @@ def test_every_process_gets_the_sharing_of_its_device(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv(VISIBLE_GPUS_VAR, gpus)
-    server, trainer, orchestrator = processes(
-        LaunchConfig(**launch), InferenceConfig(), RunDir(tmp_path), resume=True, trainer_waits=trainer_waits
-    )
+    sft = {"output_dir": "outputs/unused", "max_steps": 1, "seq_len": 64, "model": {"name": "tiny"}, "launch": launch}
+    evaluated = {**sft, "data": {"env": "reverse-text"}, "eval": {"env": [{"id": "reverse-text"}]}}
+    config = run_of(launch) if trainer_waits else SftConfig.model_validate(evaluated)
+    server, trainer, orchestrator = specs_of(config, tmp_path, resume=True)
     for argv in (server.argv, trainer.argv, trainer.again().argv, orchestrator.argv):
         assert (argv[argv.index("--sharing") + 1] if "--sharing" in argv else None) == sharing
 
@@ -182,8 +184,6 @@ def test_every_process_gets_the_sharing_of_its_device(
 def test_planned_slots_are_passed_to_the_servers_unless_configured(
     inference: dict[str, Any], passed: bool, tmp_path: Path
 ) -> None:
-    server, *others = processes(
-        LaunchConfig(), InferenceConfig(**inference), RunDir(tmp_path), resume=False, max_running=512
-    )
+    server, *others = specs_of(run_of(inference=inference), tmp_path, max_running=512)
     assert (" --max_running 512" in " ".join(server.argv)) == passed
     assert not any("--max_running" in process.argv for process in others)

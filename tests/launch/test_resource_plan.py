@@ -10,7 +10,8 @@ import pytest
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.inference.model_shape import LayerSizes, ModelShape
-from headrace.launch.local import Placement
+from headrace.launch.hosts.base import Host
+from headrace.launch.placement import Place, Placement
 from headrace.launch.resource_plan import (
     AnyRun,
     Budget,
@@ -28,8 +29,16 @@ from tests.inference.shapes import QWEN_05B, QWEN_4B, QWEN_8B, QWEN_14B, QWEN_32
 GIB = 1 << 30
 H200 = Machine(gpu_memory=143_771 << 20, host_memory=128 * GIB, free_host_memory=124 * GIB, free_disk=1000 * GIB)
 LAPTOP = Machine(None, host_memory=16 * GIB, free_host_memory=12 * GIB, free_disk=100 * GIB)
-ONE_GPU = Placement(1, ("0",), (("0",),))
-NO_GPU = Placement(1, (), ((),))
+
+
+def placed(ranks: int, gpus: tuple[str, ...], servers: tuple[tuple[str, ...], ...]) -> Placement:
+    """The placement of a trainer with these GPUs, and of servers with theirs, on one host."""
+    samplers = [Place(f"inference-{number}", "inference", "h", gpus) for number, gpus in enumerate(servers)]
+    return Placement((Host("h"),), (*samplers, Place("trainer", "trainer", "h", gpus, ranks)))
+
+
+ONE_GPU = placed(1, ("0",), (("0",),))
+NO_GPU = placed(1, (), ((),))
 TINY = ModelShape(LayerSizes(64, 2, 4, 2, 16, 128, 300), 100_000)
 
 
@@ -95,7 +104,7 @@ def test_an_adapter_has_a_narrow_base_and_small_checkpoints() -> None:
 
 
 def test_ranks_share_the_tensors_of_a_trainer_with_gpus_of_its_own() -> None:
-    placement = Placement(2, ("1", "2"), (("0",),))
+    placement = placed(2, ("1", "2"), (("0",),))
     plan = planned(rl(), QWEN_8B, placement=placement)
     assert size(plan, "GPU memory in", "optimizer") == 8 * QWEN_8B.parameters // 2
     assert size(plan, "GPU memory in", "engine's weights") == 0
@@ -227,9 +236,9 @@ def test_how_many_checkpoints_are_on_disk(ckpt: dict[str, int], expected: tuple[
 def test_an_sft_run_without_evaluation_publishes_nothing() -> None:
     shared = {"output_dir": "run", "max_steps": 3, "seq_len": 64, "model": {"name": "base"}}
     config = SftConfig.model_validate({**shared, "data": {"env": "reverse-text"}})
-    plan = planned(config, QWEN_05B, placement=Placement(1, ("0",), ()))
+    plan = planned(config, QWEN_05B, placement=placed(1, ("0",), ()))
     assert {part.name for part in budget(plan, "disk").parts if part.size} == {"1 checkpoint", "final model"}
-    found = refusal(config, QWEN_05B, Machine(None, 4 * GIB), Placement(1, (), ()))
+    found = refusal(config, QWEN_05B, Machine(None, 4 * GIB), placed(1, (), ()))
     assert found is not None
     assert found.key == "lora"
 

@@ -128,6 +128,9 @@ def configure_trainer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", metavar="I", type=int, default=0, help="number of this host, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="a free port of host 0, for --nodes")
     parser.add_argument(
+        "--host", metavar="ADDRESS", help="address at which engines reach host 0 (weights over a link)"
+    )
+    parser.add_argument(
         "--sharing", choices=("alternate", "overlap"), help="the run's servers are on the same device: in turns, or not"
     )
     add_resume(parser)
@@ -171,6 +174,8 @@ def run_trainer(arguments: argparse.Namespace) -> int:
             with frozen_imports():
                 from headrace.trainer.rl import RlTrainer
 
+            if arguments.host is not None:
+                config.trainer.weights.host = arguments.host
             RlTrainer(
                 config.trainer,
                 resume=resume,
@@ -219,7 +224,8 @@ def _run_ranks(arguments: argparse.Namespace, resume: str | None) -> int:
     stop_with_launcher()
     os.environ[PARENT_VAR] = str(os.getpid())
     node = Node(arguments.node_rank, arguments.nodes, arguments.rendezvous) if arguments.nodes > 1 else None
-    return run_ranks(arguments.ranks, ["trainer", str(arguments.run), *(["--resume"] if resume else [])], node)
+    options = [*(["--host", arguments.host] if arguments.host else []), *(["--resume"] if resume else [])]
+    return run_ranks(arguments.ranks, ["trainer", str(arguments.run), *options], node)
 
 
 def _check_resume(directory: Path, resume: str | None) -> str | None:

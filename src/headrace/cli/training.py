@@ -147,7 +147,8 @@ def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
 
 def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:
     """Return what will be done with `output_dir`; raises if it cannot be done."""
-    from headrace.launch.local import check_ports, has_servers
+    from headrace.launch.local import check_ports
+    from headrace.launch.processes import has_servers
 
     if config.output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
@@ -156,7 +157,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> Direc
     if plan.resume and plan.fork_of is None:
         refuse_shorter(plan.directory, config.max_steps)
     if has_servers(config):
-        check_ports(config.launch, config.inference)
+        check_ports(config)
     return plan
 
 

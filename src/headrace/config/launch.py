@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from headrace.config.base import Config
 from headrace.config.model import HttpUrl
+from headrace.errors import InvalidValue
 from headrace.machine import CACHE_VARIABLE
 
 EXPORTED_WINS = ("HF_HUB_OFFLINE", "WANDB_MODE")
@@ -22,12 +23,73 @@ def without_exported(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not (name in EXPORTED_WINS and os.environ.get(name))}
 
 
-class LaunchConfig(Config):
-    """How `headrace rl` and `headrace sft` run the processes on this machine."""
+class SlurmConfig(Config):
+    """`[launch.slurm]`: the batch job of a run, where `on` is `slurm`."""
 
+    partition: str | None = None
+    """The partition; unset: the cluster's default."""
+    account: str | None = None
+    """The account that is charged; unset: your default."""
+    time: str | None = None
+    """The time limit, as `sbatch --time` takes it (`24:00:00`, `2-00`); unset: that of the partition."""
+    requeue: bool = True
+    """Whether the job is queued again at its time limit, and after the loss of its first host, to continue the run."""
+    signal_before: int = Field(120, ge=10)
+    """Seconds before the time limit at which the run writes a checkpoint and stops."""
+    lines: list[str] = Field(default_factory=list)
+    """Further `#SBATCH` lines of the batch script, without `#SBATCH`: `["--exclusive", "--qos=high"]`."""
+    prologue: str = ""
+    """Shell lines of the batch script before anything starts on a host: modules, containers, variables."""
+
+
+class RayConfig(Config):
+    """`[launch.ray]`: the Ray cluster of a run, where `on` is `ray`."""
+
+    address: str | None = None
+    """Address of the cluster (`ray://HOST:10001`, `HOST:6379`); unset: that of `RAY_ADDRESS`, or a cluster here."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's `runtime_env` of the actors that start the processes."""
+
+
+class KubernetesConfig(Config):
+    """`[launch.kubernetes]`: the manifest that `headrace manifest` writes."""
+
+    namespace: str = "default"
+    """The namespace of all objects."""
+    image: str | None = None
+    """The container image; unset: that of this release."""
+    storage_class: str | None = None
+    """The storage class of the volume for the run directory, which all pods mount; unset: the cluster's default."""
+    storage: str = "100Gi"
+    """The size of the volume."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that a node must have."""
+    secrets: list[str] = Field(default_factory=list)
+    """Names of secrets whose keys become environment variables of all pods."""
+
+
+class LaunchConfig(Config):
+    """How `headrace rl` and `headrace sft` run the processes, and on which hosts."""
+
+    on: Literal["local", "nodes", "slurm", "ray"] = "local"
+    """`local`: this machine. `nodes`: hosts on which `headrace node RUN` was started. `slurm`: a SLURM job. `ray`: a
+    Ray cluster. All hosts must see `output_dir` under the same path."""
+    trainer_nodes: int | None = Field(None, ge=1)
+    """Hosts that train; unset: half of several hosts, or as many as `trainer_processes` need."""
+    inference_nodes: int | None = Field(None, ge=1)
+    """Hosts that sample; unset: those that do not train. With one host in all, trainer and servers share it."""
+    gpus_per_node: int | None = Field(None, ge=1)
+    """GPUs of each host; more are left idle, and a host with fewer neither trains nor samples. Unset: all of them."""
+    spare_nodes: int = Field(0, ge=0)
+    """Further hosts that are idle until they replace a lost one."""
+    interface: str | None = None
+    """Network interface whose address the other hosts use; unset: the one with the route to them."""
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
     trainer_processes: int | None = Field(None, ge=1)
-    """Trainer ranks, each on its own GPU; unset: half of the GPUs, all of them without an inference server, one rank
-    without GPUs."""
+    """Trainer ranks on all hosts together, each on its own GPU; unset: half of the GPUs, all of them without an
+    inference server, one rank per host without GPUs."""
     inference_gpus: int | None = Field(None, ge=1)
     """GPUs for inference; unset: those that the trainer does not use. A single GPU is shared."""
     inference_servers: int | None = Field(None, ge=1)
@@ -37,8 +99,8 @@ class LaunchConfig(Config):
     KV cache if memory is short; also on a machine without GPUs. `overlap`: both compute at once, each with a part of
     the memory. Unset: `alternate`, for evaluation during SFT `overlap`."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of each rank and of each server; unset: half of the cores divided by their number, all cores for SFT
-    without evaluation."""
+    """CPU threads of each rank and of each server; unset: half of the host's cores divided by their number, all of its
+    cores if nothing else runs there."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds until every process must be ready, again after a restart; vLLM's `start_timeout` is added."""
     stop_timeout: float = Field(10.0, gt=0)
@@ -55,6 +117,13 @@ class LaunchConfig(Config):
     alarm when heartbeats stop. Unset: none."""
     heartbeat_interval: float = Field(60.0, gt=0)
     """Seconds between heartbeats."""
+
+    def problems(self) -> Iterator[InvalidValue]:
+        for key, most in (("trainer_nodes", 1), ("inference_nodes", 1), ("spare_nodes", 0)):
+            value = getattr(self, key)
+            if self.on == "local" and value is not None and value > most:
+                fix = 'Set launch.on to "slurm", "ray" or "nodes", or leave it out.'
+                yield self.invalid(key, 'launch.on = "local" uses this machine alone', fix)
 
     @property
     def storage_root(self) -> Path | None:

@@ -27,7 +27,7 @@ from headrace.inference.kv_budget import (
     working_bytes,
 )
 from headrace.inference.model_shape import ModelShape
-from headrace.launch.local import Placement, Sharing
+from headrace.launch.placement import Placement, Sharing
 from headrace.orchestrator.concurrency import INITIAL_QUEUE
 from headrace.runfile.run import RunConfig
 from headrace.trainer.host_copies import checkpoint_bytes, publish_bytes, save_bytes
@@ -234,8 +234,8 @@ class _Planner:
     ) -> None:
         self.config, self.shape, self.machine, self.placement, self.sharing = config, shape, machine, placement, sharing
         self.trainer = trainer = trainer_of(config)
-        self.on_gpu = bool(placement.trainer)
-        self.ranks, self.servers = placement.trainer_processes, len(placement.inference)
+        self.on_gpu = placement.trains_on_gpus
+        self.ranks, self.servers = placement.ranks, len(placement.servers)
         self.parameters = shape.parameters
         lora = trainer.lora
         self.trained = self.parameters if lora is None else shape.adapter_parameters(lora.r, lora.target_modules)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from headrace.errors import BadInput
 from headrace.inference.model_shape import ModelShape
-from headrace.launch.local import layout_of
+from headrace.launch.hosts.local import this_machine
+from headrace.launch.placement import place
+from headrace.launch.processes import needs_of, sharing_of
 from headrace.launch.resource_plan import (
     AnyRun,
     Machine,
@@ -44,13 +46,14 @@ class PlannedRun:
 
 def plan_here(config: AnyRun, shape: ModelShape, machine: Machine | None = None) -> PlannedRun:
     """Plan a run on this machine. Raises `ConfigError` if its GPUs are not enough for its processes."""
-    placement, sharing = layout_of(config)
+    placement = place([this_machine()], needs_of(config))
+    sharing = sharing_of(config, placement)
     machine = machine or measure(config.output_dir)
     plan = partial(plan_resources, shape=shape, machine=machine, placement=placement, sharing=sharing)
     planned = plan(config)
     refusal = find_refusal(config, shape, machine, placement, sharing)
     lines = [str(budget) for budget in planned.budgets if budget.needed >= MIN_SHOWN_SHARE * budget.available]
-    if placement.trainer and machine.gpu_memory is None:
+    if placement.trains_on_gpus and machine.gpu_memory is None:
         lines.append("GPU memory is not planned: nvidia-smi does not report its size")
     host = next(budget for budget in planned.budgets if budget.resource == "host memory")
     savings = []

@@ -13,6 +13,10 @@ from headrace.machine import usable_cores, visible_gpus
 LOOPBACK = "127.0.0.1"
 
 
+def this_machine() -> Host:
+    return Host(socket.gethostname(), LOOPBACK, tuple(visible_gpus()), usable_cores())
+
+
 class LocalHosts:
     """Implements `Hosts`. The processes inherit the `inherited` descriptors, and stop when this process ends."""
 
@@ -23,7 +27,7 @@ class LocalHosts:
         return self.list()
 
     def list(self) -> Sequence[Host]:
-        return [Host(socket.gethostname(), LOOPBACK, tuple(visible_gpus()), usable_cores())]
+        return [this_machine()]
 
     def start(self, spec: ProcessSpec, log: Path) -> Process:
         return Process(spec, log, self._lifeline, self._inherited)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from headrace.config.base import Tree
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput, Failure
-from headrace.launch.local import gpu_env, thread_env
+from headrace.launch.processes import gpu_env, thread_env
 from headrace.launch.server_target import PrivateServer, base_url, key_in
 from headrace.machine import free_memory, usable_cores, visible_gpus
 from headrace.runfile.reading import parse_overrides, put, validate

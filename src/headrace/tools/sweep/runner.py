@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 from headrace.errors import BAD_INPUT
 from headrace.launch.hosts.base import ProcessSpec
-from headrace.launch.local import gpu_env
 from headrace.launch.process import Lifeline, Process
+from headrace.launch.processes import gpu_env
 from headrace.launch.run_directory import is_run
 from headrace.launch.supervisor import signals_to
 from headrace.tools.evaluate.servers import Machine
