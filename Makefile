@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,8 @@ help:
 	@echo "make test-faults  damaged files and killed processes in real runs, for hours"
 	@echo "make test-sandbox  attacks on the sandbox of code that models write, with bubblewrap (installed by apt as root)"
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
+	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root)"
+	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
@@ -36,7 +38,7 @@ test: lint
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
 test-full: $(DEV)
-	$(BIN)/python -m pytest -m "not faults" --session-timeout=14400 $(ARGS)
+	$(BIN)/python -m pytest -m "not faults and not cluster" --session-timeout=14400 $(ARGS)
 
 # Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,
 # --resumes and --kills.
@@ -48,6 +50,12 @@ test-sandbox: $(DEV)
 		echo "bwrap is not installed: only the fallback is tested"
 	$(BIN)/python -m pytest -m "full or not full" tests/environments/test_attacks.py tests/environments/test_isolation.py \
 		tests/environments/rewards/test_code.py $(ARGS)
+
+# What is missing is installed where this is root on Debian or Ubuntu; otherwise the tests say why they are skipped.
+test-cluster test-cluster-full: $(DEV)
+	@sh scripts/install_slurm.sh
+	$(BIN)/python -m pytest -m "cluster and $(if $(filter test-cluster,$@),not )full" tests/cluster -rs \
+		--session-timeout=$(if $(filter test-cluster,$@),900,7200) $(ARGS)
 
 # The vLLM that is installed here is one for CPUs, also where there are GPUs. In one process: each worker would start its
 # own vLLM servers, with their memory and threads.
