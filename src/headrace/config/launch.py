@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from headrace.config.base import Config
+from headrace.config.kubernetes import KubernetesConfig
 from headrace.config.model import HttpUrl
 from headrace.errors import InvalidValue
 from headrace.machine import CACHE_VARIABLE
@@ -51,23 +52,6 @@ class RayConfig(Config):
     """Ray's `runtime_env` of the actors that start the processes."""
 
 
-class KubernetesConfig(Config):
-    """`[launch.kubernetes]`: the manifest that `headrace manifest` writes."""
-
-    namespace: str = "default"
-    """The namespace of all objects."""
-    image: str | None = None
-    """The container image; unset: that of this release."""
-    storage_class: str | None = None
-    """The storage class of the volume for the run directory, which all pods mount; unset: the cluster's default."""
-    storage: str = "100Gi"
-    """The size of the volume."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that a node must have."""
-    secrets: list[str] = Field(default_factory=list)
-    """Names of secrets whose keys become environment variables of all pods."""
-
-
 class LaunchConfig(Config):
     """How `headrace rl` and `headrace sft` run the processes, and on which hosts."""
 
@@ -78,15 +62,17 @@ class LaunchConfig(Config):
     """Hosts that train; unset: half of several hosts, or as many as `trainer_processes` need."""
     inference_nodes: int | None = Field(None, ge=1)
     """Hosts that sample; unset: those that do not train. With one host in all, trainer and servers share it."""
-    gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs of each host; more are left idle, and a host with fewer neither trains nor samples. Unset: all of them."""
+    gpus_per_node: int | None = Field(None, ge=0)
+    """GPUs of each host; more are left idle, and a host with fewer neither trains nor samples. 0: CPUs alone. Unset:
+    all of them."""
     spare_nodes: int = Field(0, ge=0)
     """Further hosts that are idle until they replace a lost one."""
     interface: str | None = None
     """Network interface whose address the other hosts use; unset: the one with the route to them."""
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
-    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
+    kubernetes: KubernetesConfig | None = None
+    """The pods of `headrace manifest`."""
     trainer_processes: int | None = Field(None, ge=1)
     """Trainer ranks on all hosts together, each on its own GPU; unset: half of the GPUs, all of them without an
     inference server, one rank per host without GPUs."""
