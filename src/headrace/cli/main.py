@@ -53,6 +53,8 @@ COMMANDS = {
     "check-algorithm": Command("check_algorithm", "test an algorithm with worked numbers and invariants.", "dotted"),
     "orchestrator": Command("processes", "start only the orchestrator of a run; it continues where its journal ends."),
     "trainer": Command("processes", "start only the trainer of a run, an RL run or an SFT run."),
+    "node": Command("node", "take part in a run of several hosts: run the processes that its launcher starts here."),
+    "scale": Command("scale", "change the number of inference servers of a run while it runs."),
     "eval": Command("eval", "evaluate finished models on an environment: accuracy, pass@k, format, lengths."),
     "summary": Command("runs", "summarize a run, as text or JSON."),
     "compare": Command("runs", "compare runs: settings, results, and the significance of differences."),

@@ -25,6 +25,7 @@ class RunDir:
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
         self.endpoints = root / "endpoints"
+        self.driver = root / "driver.json"
         self.device_lock = root / "turns"
         self.journal = root / "journal.sqlite"
         self.summary = root / "summary.md"

@@ -1,0 +1,36 @@
+"""`headrace node`: the agent of one host of a run."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+
+from headrace.launch.errors import BadRequest
+from headrace.launch.node import NodeAgent, default_name, log_to_run
+from headrace.launch.node_messages import NODE_NAME
+from headrace.observe.status import setup_logging
+
+WAIT_S = 30.0
+EPILOG = """The launcher of the run (headrace rl, headrace sft) is found by HEADRACE_DRIVER (its URL) and
+HEADRACE_DRIVER_KEY, or by RUN/driver.json, which it writes when it starts."""
+
+
+def configure_node(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, which all hosts see")
+    parser.add_argument("--name", help="the name of this host in the run [SLURM's name of it, or its host name]")
+    parser.add_argument(
+        "--wait", metavar="S", type=float, default=WAIT_S, help=f"seconds to wait for the launcher [{WAIT_S:g}]"
+    )
+
+
+def run_node(arguments: argparse.Namespace) -> int:
+    name = arguments.name or default_name()
+    if not NODE_NAME.fullmatch(name):
+        fix = "Use letters, digits, dots, hyphens and underscores."
+        raise BadRequest("not allowed as the name of a host", key="--name", value=name, fix=fix)
+    setup_logging()
+    log_to_run(arguments.run, name)
+    with closing(NodeAgent(arguments.run, name, arguments.wait)) as agent:
+        return agent.run()

@@ -1,0 +1,161 @@
+"""Hosts that have joined the driver: on each of them `headrace node RUN` was started, by hand or by a scheduler."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+from headrace.launch.driver import Driver
+from headrace.launch.errors import LaunchError
+from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
+from headrace.launch.node_messages import Command, Kill, ProcessState, Signal, Start, Stop
+from headrace.launch.node_registry import Node
+from headrace.launch.process import GRACE_S
+
+API_KEY_VARS = ("HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY")
+JOIN_TIMEOUT_S = 30.0
+POLL_S = 0.05
+NOTICE_S = 10.0
+
+
+class NodeProcess(HostProcess):
+    """A process on a host with a node agent."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, driver: Driver, number: int, node: Node | None) -> None:
+        """`node`: None if the host is lost by now."""
+        super().__init__(spec, log)
+        self._driver, self._number, self._node = driver, number, node
+        self._ended_with: int | None = None
+        self._was_killed_after_end = False
+
+    @property
+    def exit_status(self) -> int | None:
+        if self._ended_with is None:
+            with self._driver.locked():
+                state = ProcessState() if self._node is None else self._node.processes[self._number]
+                is_gone = self._node is None or self._node.is_gone
+                # A host that leaves stops its processes, which is not their failure.
+                has_left = self._node is not None and self._node.is_leaving and state.exit_status is not None
+            self.host_is_lost = has_left or (is_gone and state.exit_status is None)
+            self.pid, self.peak_bytes = state.pid, state.peak_bytes
+            self._ended_with = -signal.SIGKILL if self.host_is_lost else state.exit_status
+        return self._ended_with
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            self._send(Signal(self._number, number))
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if not self._was_killed_after_end:
+            self._was_killed_after_end = not self.running
+            self._send(Kill(self._number))
+
+    def _send(self, command: Command) -> None:
+        if self._node is not None:
+            self._driver.send(self._node, command)
+
+
+class NodeHosts:
+    """Implements `Hosts`. `needed`: hosts without which the run does not start; `expected`: their names, if known.
+
+    `env` is added to the environment of every process, with the keys of the driver and of the inference servers.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        needed: int,
+        expected: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = JOIN_TIMEOUT_S,
+    ) -> None:
+        self._driver, self._run, self._needed, self._expected = driver, driver.run, needed, expected
+        self._timeout_s = timeout_s
+        keys = {name: os.environ.get(name) or secrets.token_urlsafe(32) for name in API_KEY_VARS}
+        self._env = {**keys, **(env or {}), **driver.env}
+        self._numbers = count(1)
+
+    def wait_until_ready(self) -> Sequence[Host]:
+        started, noticed = time.monotonic(), 0.0
+        while True:
+            with self._driver.locked() as nodes:
+                usable, problems = nodes.usable(), nodes.unreachable()
+                if len(usable) >= self._needed and not nodes.pending():
+                    nodes.sort()
+                    for problem in problems:
+                        self._driver.notify(f"{problem}; one of them is left out")
+                    return [node.host for node in nodes.usable()]
+                joined = [node.name for node in nodes.living()]
+                is_checked = len(joined) >= self._needed and not nodes.pending()
+                refusals = list(self._driver.refusals.values())
+            waited = time.monotonic() - started
+            if refusals or is_checked or waited > self._timeout_s:
+                raise LaunchError("\n".join([*refusals, *problems] or self._describe_missing(joined)))
+            if waited - noticed > NOTICE_S:
+                noticed = waited
+                self._driver.notify(f"{len(joined)} of {self._needed} hosts have joined{_list(joined)}")
+            time.sleep(POLL_S)
+
+    def _describe_missing(self, joined: Sequence[str]) -> list[str]:
+        """Return what is known about the hosts that did not join in time."""
+        head = f"{len(joined)} of {self._needed} hosts have joined within {self._timeout_s:g} s{_list(joined)}"
+        missing = [name for name in self._expected if name not in joined]
+        fix = f"Missing{_list(missing)}." if missing else f"Start `headrace node {self._run.root}` on more hosts."
+        lines = [f"{head}. {fix}"]
+        for log in sorted(self._run.logs.glob("node-*.log")):
+            name = log.stem.removeprefix("node-")
+            if name not in joined and (written := log.read_text(errors="replace").splitlines()):
+                lines.append(f"host {name}: {written[-1]}")
+        return [*lines, *(f"{what} came from {address}" for address, what in self._driver.strangers.items())]
+
+    def list(self) -> Sequence[Host]:
+        with self._driver.locked() as nodes:
+            return [node.host for node in nodes.usable()]
+
+    def start(self, spec: ProcessSpec, log: Path) -> NodeProcess:
+        number = next(self._numbers)
+        with self._driver.locked() as nodes:
+            node = nodes.get(spec.host) if spec.host else next(iter(nodes.usable()), None)
+            if node is not None and node.is_leaving:
+                node = None
+            process = NodeProcess(spec, log, self._driver, number, node)
+            if node is not None:
+                argv = [node.facts.python if word == sys.executable else word for word in spec.argv]
+                env = {**self._env, **spec.env}
+                self._driver.send(node, Start(number, spec.name, argv, env, str(log.resolve())))
+        return process
+
+    def free_port(self, host: str) -> int:
+        with self._driver.locked() as nodes:
+            node = nodes.get(host)
+            if node is None or not node.free_ports:
+                raise LaunchError(f"host {host}: it is lost, or has reported no free port")
+            port = node.free_ports.pop()
+            node.used_ports.add(port)
+            return port
+
+    def close(self) -> None:
+        """Stop the processes that still run, and end the node agents. The driver stays open."""
+        with self._driver.locked() as nodes:
+            for node in nodes.living():
+                self._driver.send(node, Stop())
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            with self._driver.locked() as nodes:
+                if not any(nodes.living()):
+                    break
+            time.sleep(POLL_S)
+
+
+def _list(names: Sequence[str]) -> str:
+    return f": {', '.join(names)}" if names else ""

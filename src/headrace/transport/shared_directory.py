@@ -1,0 +1,101 @@
+"""Proof that all hosts of a run see the same directory, and that its file system behaves.
+
+The driver writes a file into a new folder of the run directory; every host must see it, and write one of its own, which
+the driver must see. A network file system may cache missing names and listings for half a minute, so a name is opened
+at first when another host has announced it, and then looked for by listing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+from headrace.errors import Failure
+from headrace.transport.files import write_atomically
+
+SEE_TIMEOUT_S = 10.0
+POLL_S = 0.25
+TIMED_WRITES = 3
+DRIVER_FILE = "driver"
+FIX = "Choose an output_dir on a file system that has it (NFS 4, Lustre, BeeGFS, CephFS and GPFS do)."
+
+
+class UnsuitableDirectory(Failure):
+    """A host does not share the run directory, or its file system does not keep a promise that the run needs."""
+
+
+class Canary:
+    """The folder `name` of a run directory, in which the driver and each host write one file."""
+
+    def __init__(self, run: Path, name: str) -> None:
+        self.folder, self.name = run / name, name
+
+    def create(self) -> None:
+        """Write the driver's file."""
+        self.folder.mkdir(parents=True)
+        write_atomically(self.folder / DRIVER_FILE, self.name.encode())
+
+    def check(self, nonce: str, timeout_s: float = SEE_TIMEOUT_S) -> float:
+        """Check the folder from a host, write its file, and return the seconds of a durable write.
+
+        Raises `UnsuitableDirectory`.
+        """
+        if not sees(self.folder / DRIVER_FILE, self.name, timeout_s):
+            raise UnsuitableDirectory(
+                f"{self.folder.parent}: this host does not see the driver's files within {timeout_s:g} s. Mount the "
+                "directory of the run at the same path on all hosts."
+            )
+        try:
+            self._check_exclusive_creation(self.folder / f"{nonce}.{secrets.token_hex(4)}")
+            durations = []
+            for content in (f"{nonce}-{number}" for number in range(TIMED_WRITES - 1, -1, -1)):  # the last one stays
+                started = time.monotonic()
+                write_atomically(self.folder / nonce, content.encode())
+                durations.append(time.monotonic() - started)
+                if (self.folder / nonce).read_bytes() != content.encode():
+                    raise UnsuitableDirectory(
+                        f"{self.folder}: after a rename the old content of the target is read. {FIX}"
+                    )
+        except OSError as error:
+            raise UnsuitableDirectory(
+                f"{error.filename or self.folder}: {error.strerror}. Give the user of the run write access from all "
+                "hosts, and use a file system with rename, exclusive creation and fsync."
+            ) from error
+        return statistics.median(durations)
+
+    def _check_exclusive_creation(self, own: Path) -> None:
+        own.touch(exist_ok=False)
+        for path, owner in ((own, "this host"), (self.folder / DRIVER_FILE, "the driver")):
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                continue
+            raise UnsuitableDirectory(f"{path}: exclusive creation ignores a file of {owner}. {FIX}")
+        own.unlink()
+
+    def confirm(self, nonce: str, timeout_s: float = SEE_TIMEOUT_S) -> bool:
+        """Return whether the driver sees the file of a host that has passed `check`."""
+        return sees(self.folder / nonce, f"{nonce}-0", timeout_s)
+
+    def delete(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def sees(path: Path, content: str, timeout_s: float) -> bool:
+    """Return whether a file with this content appears in time."""
+    deadline = time.monotonic() + timeout_s
+    is_announced = True
+    while True:
+        try:
+            if (is_announced or path.name in os.listdir(path.parent)) and path.read_bytes() == content.encode():
+                return True
+        except OSError:  # not there yet; listed but stale
+            pass
+        is_announced = False
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)

@@ -1,0 +1,191 @@
+"""Real node agents and a driver over loopback: processes, losses of hosts, their return, misuse."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.errors import BadInput
+from headrace.launch.driver_client import DriverClient, RefusedByDriver, find_driver
+from headrace.launch.errors import LaunchError
+from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR, Announcement, DriverAddress, News
+from tests.launch.launching import is_alive
+from tests.launch.node_world import LEASE_S, LIMIT_S, NodeWorld, wait_for
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeWorld]:
+    """Two hosts that stay."""
+    with closing(NodeWorld(tmp_path_factory.mktemp("run"), needed=2)) as world:
+        world.join("b"), world.join("a")
+        assert [host.name for host in world.hosts.wait_until_ready()] == ["a", "b"]
+        yield world
+
+
+def test_hosts_describe_themselves(world: NodeWorld):
+    for host in world.hosts.list():
+        assert (host.address, host.cores) == ("127.0.0.1", len(os.sched_getaffinity(0)))
+
+
+def test_a_process_runs_on_its_host_with_its_environment_and_reports_its_end(world: NodeWorld):
+    code = "import os, sys; print(os.environ['MINE'], bool(os.environ['HEADRACE_DRIVER_KEY'])); sys.exit(5)"
+    process = world.start("b", "ends", [sys.executable, "-c", code], MINE="here")
+    assert process.wait(LIMIT_S) and process.exit_status == 5
+    assert process.last_lines() == ["here True"]
+    assert process.pid > 0 and process.peak_bytes > 0 and not process.host_is_lost
+
+
+def test_a_process_is_terminated_and_its_children_are_killed(world: NodeWorld):
+    both = world.start("a", "parent", ["sh", "-c", "sleep 600 & echo $!; wait"])
+    wait_for(lambda: both.running and both.last_lines())
+    child = int(both.last_lines()[0])
+    both.terminate()
+    assert both.wait(LIMIT_S) and both.exit_status == -signal.SIGTERM
+    assert is_alive(child)
+    both.kill()
+    wait_for(lambda: not is_alive(child))
+
+
+def test_a_command_that_does_not_exist_ends_with_127_and_says_so_in_its_log(world: NodeWorld):
+    process = world.start("a", "missing", ["/no/such/command"])
+    assert process.wait(LIMIT_S) and process.exit_status == 127
+    assert "/no/such/command" in process.last_lines()[0]
+
+
+def test_free_ports_of_a_host_are_different(world: NodeWorld):
+    assert len({world.hosts.free_port("a") for _ in range(4)}) == 4
+
+
+def test_a_process_on_an_unknown_host_is_lost_at_once(world: NodeWorld):
+    process = world.start("nowhere")
+    assert process.host_is_lost is False and process.exit_status == -signal.SIGKILL and process.host_is_lost
+
+
+def test_requests_without_the_key_are_refused_and_large_ones_are_not_read(world: NodeWorld):
+    with pytest.raises(RefusedByDriver) as error:
+        DriverClient(DriverAddress(world.driver.url, "wrong")).post("/announcements", Announcement("x"), News, LIMIT_S)
+    assert error.value.status == 401
+    client = DriverClient(find_driver(world.root))
+    with pytest.raises(RefusedByDriver) as error:
+        client.post("/announcements", Announcement("x" * (2 << 20)), News, LIMIT_S)
+    assert error.value.status == 413
+    assert oct((world.root / "driver.json").stat().st_mode & 0o777) == "0o600"
+
+
+def test_announcements_go_from_one_process_to_all(world: NodeWorld):
+    client = DriverClient(find_driver(world.root))
+    number = client.post("/announcements", Announcement("weights/v-1"), News, LIMIT_S).seq
+    assert client.get(f"/announcements?after={number - 1}", News, LIMIT_S).entries == [(number, "weights/v-1", False)]
+    with pytest.raises(RefusedByDriver):
+        client.post("/announcements", Announcement("../x"), News, LIMIT_S)
+
+
+def test_scale_calls_the_supervisor_and_prints_what_happens(world: NodeWorld, capsys: pytest.CaptureFixture[str]):
+    (world.root / "config.toml").touch()
+    assert main(["scale", str(world.root), "--inference", "3"]) == 1  # nothing can be scaled
+    asked = []
+
+    def on_scale(servers: int) -> str:
+        asked.append(servers)
+        if servers > 9:
+            raise BadInput("too many", key="--inference", value=servers)
+        return f"starting {servers} servers"
+
+    world.driver.on_scale = on_scale
+    assert main(["scale", str(world.root), "--inference", "3"]) == 0
+    assert capsys.readouterr().out == "starting 3 servers\n" and asked == [3]
+    assert main(["scale", str(world.root), "--inference", "10"]) == 1
+    assert "--inference = 10" in capsys.readouterr().err
+
+
+def test_a_host_of_the_same_name_is_refused(world: NodeWorld):
+    other = world.join("a-too", None, "--name", "a", "--wait", "0")
+    assert other.wait(LIMIT_S) == 1 and "--name = a" in other.communicate()[0]
+    assert len(world.hosts.list()) == 2
+
+
+def test_hosts_are_lost_leave_and_come_back(tmp_path: Path):
+    with closing(NodeWorld(tmp_path / "run", needed=3)) as world:
+        for name in ("killed", "stopped", "leaves"):
+            world.join(name)
+        world.hosts.wait_until_ready()
+        on_killed, on_stopped, on_leaving = (world.start_and_wait(n, n) for n in ("killed", "stopped", "leaves"))
+
+        world.agents["leaves"].terminate()  # the host is to be given back
+        assert on_leaving.wait(LIMIT_S) and on_leaving.host_is_lost and not is_alive(on_leaving.pid)
+        assert world.agents["leaves"].wait(LIMIT_S) == 128 + signal.SIGTERM
+
+        world.agents["killed"].kill()
+        world.agents["stopped"].send_signal(signal.SIGSTOP)  # as if its network were cut
+        for process in (on_killed, on_stopped):
+            assert process.wait(LIMIT_S) and process.host_is_lost and process.exit_status == -signal.SIGKILL
+            assert "lost with its host" in process.how_it_ended() and process.was_killed
+        wait_for(lambda: not is_alive(on_killed.pid))  # by the lifeline
+        assert is_alive(on_stopped.pid) and world.hosts.list() == []
+
+        world.agents["stopped"].send_signal(signal.SIGCONT)  # it finds its lease lost, and joins again
+        wait_for(lambda: [host.name for host in world.hosts.list()] == ["stopped"])
+        assert not is_alive(on_stopped.pid) and not on_stopped.running
+        world.join("killed")
+        wait_for(lambda: [host.name for host in world.hosts.list()] == ["stopped", "killed"])
+        again = world.start_and_wait("killed", "again")
+        world.hosts.close()
+        assert not again.running and not is_alive(again.pid)
+        assert [world.agents[name].wait(LIMIT_S) for name in ("stopped", "killed")] == [0, 0]
+
+
+def test_a_node_whose_driver_is_gone_kills_its_processes(tmp_path: Path):
+    world = NodeWorld(tmp_path / "run", needed=1)
+    world.join("a", None, "--wait", "0")
+    world.hosts.wait_until_ready()
+    process = world.start_and_wait("a")
+    world.driver.close()
+    wait_for(lambda: not is_alive(process.pid), LEASE_S + LIMIT_S)
+    agent = world.agents["a"]
+    assert agent.poll() is None  # it waits for the driver to return
+    agent.terminate()
+    agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode == 128 + signal.SIGTERM
+
+
+def test_too_few_hosts_are_an_error_that_names_those_that_joined_and_what_the_others_last_said(tmp_path: Path):
+    with closing(NodeWorld(tmp_path / "run", needed=2, timeout_s=5.0)) as world:
+        world.join("here")
+        env = {DRIVER_VAR: "http://no-such-host.invalid:1", KEY_VAR: "any"}
+        astray = world.join("astray", env, "--wait", "0.5")
+        with pytest.raises(LaunchError) as error:
+            world.hosts.wait_until_ready()
+        assert astray.wait(LIMIT_S) == 1
+        for text in (str(error.value), astray.communicate()[0]):
+            assert "no-such-host.invalid does not resolve" in text
+        assert "1 of 2 hosts" in str(error.value) and "here" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({DRIVER_VAR: "http://127.0.0.1:1", KEY_VAR: "any"}, ["http://127.0.0.1:1", "cannot reach"]),
+        ({DRIVER_VAR: "http://127.0.0.1:1"}, [KEY_VAR]),
+    ],
+    ids=["closed port", "no key"],
+)
+def test_a_node_that_cannot_reach_the_driver_names_the_address(tmp_path: Path, env: dict[str, str], words: list[str]):
+    with closing(NodeWorld(tmp_path / "run", needed=1)) as world:
+        agent = world.join("a", env, "--wait", "0")
+        output, _ = agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode != 0 and all(word in output for word in words)
+
+
+def test_a_wrong_key_is_an_error_of_the_node_and_is_named_by_the_driver(tmp_path: Path):
+    with closing(NodeWorld(tmp_path / "run", needed=1, timeout_s=4.0)) as world:
+        agent = world.join("a", {DRIVER_VAR: world.driver.url, KEY_VAR: "wrong"})
+        with pytest.raises(LaunchError) as error:
+            world.hosts.wait_until_ready()
+        output, _ = agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode == 1 and "key" in output
+    assert "wrong key" in str(error.value) and "127.0.0.1" in str(error.value)
