@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.launch.hosts.base import Host
+from headrace.launch.hosts.base import Host, HostRole
 from headrace.launch.placement import PARALLEL, Needs, place
 from headrace.launch.processes import gpu_env
 from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
@@ -102,3 +104,22 @@ def test_a_process_sees_only_its_gpus_and_the_launcher_only_those_it_may_use(mon
     assert visible_gpus() == ["4", "GPU-abc"]
     monkeypatch.setenv(VISIBLE_GPUS_VAR, "")
     assert visible_gpus() == []
+
+
+def test_hosts_do_what_they_are_meant_for():
+    roles: dict[str, HostRole] = {"a": "spare", "b": "inference", "c": "trainer", "d": "orchestrator"}
+    hosts = [replace(host, role=roles[host.name]) for host in hosts_of(8, 4, 2, 0)]
+    placement = place(hosts, Needs(trainer_nodes=1, inference_nodes=1, spare_nodes=1))
+    assert {server.host for server in placement.servers} == {"b"}
+    assert [member.host for member in placement.trainer] == ["c"]
+    assert placement.orchestrator is not None and placement.orchestrator.host == "d"
+
+
+def test_a_host_for_the_orchestrator_neither_trains_nor_samples():
+    hosts = [replace(host, role="orchestrator" if host.name == "a" else "") for host in hosts_of(0, 0)]
+    placement = place(hosts, Needs())
+    assert {place.name: place.host for place in placement.places} == {
+        "inference": "b",
+        "trainer": "b",
+        "orchestrator": "a",
+    }

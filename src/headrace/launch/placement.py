@@ -1,8 +1,8 @@
 """Place the processes of a run on hosts and GPUs. Pure: the same hosts and needs always give the same placement.
 
 One host divides its GPUs between servers and trainer. Of several hosts each either trains or samples, the larger ones
-train; hosts without GPUs can train and sample only if no host has one. The rest is idle: spare hosts. A server does not
-span hosts. Environment workers are not placed: they are children of the orchestrator.
+train unless hosts are meant for it; hosts without GPUs can train and sample only if no host has one. The rest is idle:
+spare hosts. A server does not span hosts. Environment workers are not placed: they are children of the orchestrator.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from itertools import accumulate, count
 from typing import Literal
 
 from headrace.config.base import ConfigError
-from headrace.launch.hosts.base import Host
+from headrace.launch.hosts.base import Host, HostRole
 
 PARALLEL = "inference.vllm tensor_parallel_size * data_parallel_size"
 """The keys that make a server take several GPUs."""
 
 Role = Literal["inference", "trainer", "orchestrator"]
+ORDER: tuple[HostRole, ...] = ("trainer", "", "inference", "spare")
+"""The order in which hosts are taken by what they are meant for: first to train, then to sample."""
 Sharing = Literal["alternate", "overlap"]
 """How trainer and servers use one GPU: in turns, or at the same time."""
 
@@ -150,8 +152,8 @@ def place(hosts: Sequence[Host], needs: Needs) -> Placement:
     usable = _usable(hosts, needs)
     if len(usable) < max(1, needs.nodes):
         raise _too_few_hosts(hosts, len(usable), needs)
-    largest_first = sorted(usable, key=lambda host: -len(host.gpus))
-    active = largest_first[: len(usable) - needs.spare_nodes]
+    trainer_first = sorted(usable, key=lambda host: (ORDER.index(host.role), -len(host.gpus)))
+    active = trainer_first[: len(usable) - needs.spare_nodes]
     if len(active) > 1:
         placed = _place_on_several(active, needs)
     elif needs.has_servers:
@@ -207,6 +209,7 @@ def scale(placement: Placement, hosts: Sequence[Host], servers: int) -> Placemen
 
 def _usable(hosts: Sequence[Host], needs: Needs) -> list[Host]:
     """Return the hosts that can train and sample, with the GPUs that they may use for it."""
+    hosts = [host for host in hosts if host.role != "orchestrator"]
     if (wanted := needs.gpus_per_node) is not None:
         return [replace(host, gpus=host.gpus[:wanted]) for host in hosts if len(host.gpus) >= wanted]
     return [host for host in hosts if host.gpus] or list(hosts)
@@ -299,7 +302,7 @@ def _refuse_other_servers(needs: Needs, sampling: int) -> None:
 
 
 def _place_on_several(hosts: Sequence[Host], needs: Needs) -> list[Place]:
-    """Place servers and trainer on hosts of their own. `hosts`: the largest first, which train if they can."""
+    """Place servers and trainer on hosts of their own. `hosts`: those that train if they can come first."""
     training, sampling = _divide(hosts, needs)
     orders = [(hosts[:training], hosts[training : training + sampling])]
     if sampling:  # a server may need one of the largest hosts
@@ -459,11 +462,11 @@ def _in_order(places: Sequence[Place]) -> tuple[Place, ...]:
 
 
 def _with_orchestrator(placement: Placement) -> Placement:
-    """Add the orchestrator: to a host without ranks and servers if there is one, else to that with most free cores."""
+    """Add the orchestrator: to a host meant for it, or without ranks and servers, else to that with most free cores."""
 
-    def rank(host: Host) -> tuple[bool, int]:
+    def rank(host: Host) -> tuple[bool, bool, int]:
         processes = sum(place.ranks for place in placement.on(host.name))
-        return processes > 0, processes - host.cores
+        return host.role != "orchestrator", processes > 0, processes - host.cores
 
     host = min(placement.hosts, key=rank)
     return replace(placement, places=(*placement.places, Place("orchestrator", "orchestrator", host.name)))

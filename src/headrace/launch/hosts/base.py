@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from headrace.errors import AGAIN
 
@@ -20,6 +20,8 @@ LAST_LINES = 15
 LAST_BYTES = 16384
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 WAIT_POLL_S = 0.02
+
+HostRole = Literal["", "trainer", "inference", "spare", "orchestrator"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Host:
     """The address at which processes on the other hosts reach it."""
     gpus: tuple[str, ...] = ()
     cores: int = 1
+    role: HostRole = ""
+    """What it is meant for, if that was said when it joined."""
 
 
 @dataclass(frozen=True)
