@@ -127,9 +127,7 @@ def configure_trainer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="K", type=int, default=1, help="hosts that train together (default 1)")
     parser.add_argument("--node-rank", metavar="I", type=int, default=0, help="number of this host, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="a free port of host 0, for --nodes")
-    parser.add_argument(
-        "--host", metavar="ADDRESS", help="address at which engines reach host 0 (weights over a link)"
-    )
+    parser.add_argument("--host", metavar="ADDRESS", help="address at which engines reach host 0 (weights over a link)")
     parser.add_argument(
         "--sharing", choices=("alternate", "overlap"), help="the run's servers are on the same device: in turns, or not"
     )

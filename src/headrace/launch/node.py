@@ -85,10 +85,9 @@ class NodeProcesses:
                     output.write(f"cannot be started: {error}\n")
                 self._failed[command.process] = ProcessState(exit_status=CANNOT_START)
 
-    def signal(self, number: int, signal_number: int) -> None:
-        process = self._processes.get(number)
-        if process is not None and process.running:
-            os.kill(process.pid, signal_number)  # not reaped yet, so that no other process has its id
+    def send_signal(self, number: int, signal_number: int) -> None:
+        if (process := self._processes.get(number)) is not None:
+            process.send_signal(signal.Signals(signal_number))
 
     def kill(self, number: int) -> None:
         if (process := self._processes.get(number)) is not None:
@@ -306,7 +305,7 @@ class NodeService:
             case Start():
                 self._processes.start(command)
             case Signal(process, number):
-                self._processes.signal(process, number)
+                self._processes.send_signal(process, number)
             case Kill(process):
                 self._processes.kill(process)
             case Dial():

@@ -47,12 +47,9 @@ class NodeProcess(HostProcess):
             self._ended_with = -signal.SIGKILL if self.host_is_lost else state.exit_status
         return self._ended_with
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self.running:
             self._send(Signal(self._number, number))
-
-    def terminate(self) -> None:
-        self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         if not self._was_killed_after_end:
