@@ -53,7 +53,7 @@ def test_help_imports_nothing_heavy_and_the_launcher_never_imports_torch() -> No
 import sys
 import headrace.cli.main
 assert not {"torch", "numpy", "pydantic", "rich", "msgspec"} & set(sys.modules), sorted(sys.modules)
-import headrace.launch.local, headrace.launch.origin, headrace.text.tokenizer, headrace.cli.training
+import headrace.launch.run, headrace.launch.origin, headrace.text.tokenizer, headrace.cli.training
 assert not {"torch", "transformers"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -242,7 +242,7 @@ def test_a_run_and_a_fork_of_it_go_on_with_the_model_that_the_run_began_with(
     (tmp_path / "out" / "config.toml").write_text(run_file.read_text())
     run_file.write_text(run_file.read_text().replace(f'name = "{model}"', 'sft = "its-data-has-changed.toml"'))
     launched: list[RunConfig] = []
-    monkeypatch.setattr("headrace.launch.local.launch", lambda config, *_, **__: launched.append(config) or 0)
+    monkeypatch.setattr("headrace.launch.run.launch", lambda config, *_, **__: launched.append(config) or 0)
     assert main(["rl", str(run_file), "--inference.port", "0", "--max_steps", "12", "--resume", step]) == 0
     assert [(config.output_dir, config.trainer.model.name) for config in launched] == [
         (tmp_path / continued, str(model))

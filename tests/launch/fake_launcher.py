@@ -1,18 +1,39 @@
 """The supervisor over fake processes: `fake_launcher.py RUN_DIRECTORY NAME=BEHAVIOUR ... [option=number ...]`."""
 
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from headrace.cli.main import explain
 from headrace.launch.errors import LaunchError
-from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.run_directory import hold
 from headrace.launch.supervisor import Supervisor
 from headrace.machine import HostMemory
 from headrace.observe.terminal import make_view
 from headrace.transport.run_dir import RunDir
+
+
+class FixedPlan:
+    """Processes that do not move."""
+
+    is_short = False
+
+    def __init__(self, specs: Sequence[ProcessSpec]) -> None:
+        self._specs = specs
+
+    def specs(self) -> Sequence[ProcessSpec]:
+        return self._specs
+
+    def move(self, hosts: Sequence[Host]) -> Sequence[ProcessSpec]:
+        raise AssertionError("no host is lost")
+
+    def scale(self, hosts: Sequence[Host], servers: int) -> Sequence[ProcessSpec]:
+        raise AssertionError("the number of servers is fixed")
+
 
 run = RunDir(Path(sys.argv[1]))
 limits: dict[str, Any] = {
@@ -35,8 +56,8 @@ for argument in sys.argv[2:]:
     again = [*argv, "--resume"]
     specs.append(ProcessSpec(key, argv, {"PYTHONUNBUFFERED": "1"}, service=key == "inference", restart_argv=again))
 try:
-    with hold(run.root) as held:
-        sys.exit(Supervisor(specs, LocalHosts((held,)), run, make_view("fake", 5), **limits).run())
+    with hold(run.root) as held, closing(LocalHosts((held,))) as hosts:
+        sys.exit(Supervisor(FixedPlan(specs), hosts, run, make_view("fake", 5), **limits).run())
 except LaunchError as error:
     explanation = explain(error)
     assert explanation is not None

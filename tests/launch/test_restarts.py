@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.supervisor import MAX_RESTART_DELAY_S, Restarts
+from headrace.launch.restarts import MAX_RESTART_DELAY_S, Restarts
 from headrace.observe.metrics import History
 from tests.launch.launching import (
     assert_all_gone,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.launch.supervisor import Watch, not_up
+from headrace.launch.watch import Watch, not_up
 from headrace.observe.status import ObservedStatus, Progress
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.supervisor import Watch
+from headrace.launch.watch import Watch
 from headrace.observe.status import ProcessStatus, Progress, Status, StatusReader, read_status
 
 

@@ -75,9 +75,9 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     import_renderers()
     from headrace.algorithms.user_function import load_function
     from headrace.launch.checks import check_run
-    from headrace.launch.local import launch, on_this_machine
     from headrace.launch.origin import model_of_run, resolve, resolve_again
     from headrace.launch.resources import plan_here
+    from headrace.launch.run import launch, on_this_machine
     from headrace.trainer.losses.custom import CustomLossConfig
 
     folders = add_code_folders(arguments.files)
@@ -147,8 +147,8 @@ def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
 
 def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:
     """Return what will be done with `output_dir`; raises if it cannot be done."""
-    from headrace.launch.local import check_ports
     from headrace.launch.processes import has_servers
+    from headrace.launch.run import check_ports
 
     if config.output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")

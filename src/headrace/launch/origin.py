@@ -22,7 +22,7 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.sft import SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
-from headrace.launch.local import make_supervisor
+from headrace.launch.run import train_alone
 from headrace.launch.saved_config import pin, read_model_file, save
 from headrace.machine import cache_directory
 from headrace.runfile.reading import value_at
@@ -81,7 +81,7 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
         run = RunDir(draft)
         pinned = pin(config, draft, base)
         save(pinned, run)
-        if code := make_supervisor(pinned, run, f"sft {file.name}", resume=False, inherited=(held,)).run():
+        if code := train_alone(pinned, run, f"sft {file.name}", (held,)):
             raise SystemExit(code)  # interrupted, which the launcher has reported
         return run.final_model
 

@@ -1,23 +1,29 @@
-"""Launch a run on this machine and see it to its end."""
+"""Launch a run on its hosts and see it to its end."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import closing
+from importlib import import_module
 from typing import Any
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig
+from headrace.config.launch import LaunchConfig, without_exported
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
+from headrace.launch.hosts.base import Host, Hosts
 from headrace.launch.hosts.local import LocalHosts, this_machine
 from headrace.launch.own_code import save_folders
 from headrace.launch.placement import Placement, place
-from headrace.launch.processes import has_servers, needs_of, processes_of, sharing_of
+from headrace.launch.processes import has_servers, needs_of, sharing_of
 from headrace.launch.run_directory import hold
+from headrace.launch.run_plan import RunPlan
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import MEMORY_ADVICE, Supervisor
 from headrace.machine import visible_gpus
@@ -44,15 +50,16 @@ def launch(
     `max_running`: requests that each server decodes together, unless configured. `memory_advice`: what makes the run
     need less host memory.
     """
-    with hold(run.root) as held:
+    with hold(run.root) as held, closing(open_hosts(config, run, (held,))) as hosts:
         save(config, run)
         save_folders(code_folders, run)
         options: dict[str, Any] = {"max_running": max_running, "memory_advice": memory_advice}
+        listed = hosts.wait_until_ready()
 
         def make(resume: bool) -> Supervisor:
             if resume:
                 run.weights.delete_after(run.latest_checkpoint_step())
-            return make_supervisor(config, run, title(run), resume, inherited=(held,), **options)
+            return make_supervisor(config, run, title(run), hosts, listed, resume=resume, **options)
 
         supervisor = make(resume)
         try:
@@ -62,6 +69,7 @@ def launch(
                     break
                 except RestartNeeded as error:
                     print(f"headrace: {error}; starting all processes again")
+                    listed = hosts.list()
                     supervisor = make(resume=True)
             else:
                 code = supervisor.run()
@@ -82,26 +90,44 @@ def launch(
     return code
 
 
+def open_hosts(config: RunConfig | SftConfig, run: RunDir, inherited: Sequence[int] = ()) -> Hosts:
+    """Return the hosts of a run; local processes inherit the `inherited` descriptors."""
+    if config.launch.on == "local":
+        return LocalHosts(inherited)
+    module = import_module(f"headrace.launch.hosts.{config.launch.on}")
+    hosts: Hosts = module.open_hosts(config.launch, run, needs_of(config))
+    return hosts
+
+
+def train_alone(config: SftConfig, run: RunDir, title: str, inherited: Sequence[int]) -> int:
+    """Run an SFT run on this machine to its end and return the exit code."""
+    with closing(LocalHosts(inherited)) as hosts:
+        return make_supervisor(config, run, title, hosts, hosts.list(), resume=False).run()
+
+
 def make_supervisor(
     config: RunConfig | SftConfig,
     run: RunDir,
     title: str,
-    resume: bool,
+    hosts: Hosts,
+    listed: Sequence[Host],
     *,
-    inherited: Sequence[int] = (),
+    resume: bool,
     max_running: int | None = None,
     memory_advice: str | None = None,
 ) -> Supervisor:
-    """Return a supervisor of the run that shows its progress on the terminal."""
+    """Return a supervisor of the run on the `listed` hosts that shows its progress on the terminal."""
     assert config.max_steps is not None  # validated for both kinds of run file
     limits = config.launch
-    specs = processes_of(config, run, place_here(config), resume=resume, max_running=max_running)
+    env = {} if limits.on == "local" else exported(config)
+    plan = RunPlan(config, run, listed, resume=resume, max_running=max_running, env=env)
     view = make_view(title, config.max_steps)
-    for sentence in on_this_machine(config):
+    places = ", ".join(f"{place.name} on {place.host}" for place in plan.placement.places)
+    for sentence in on_this_machine(config) if limits.on == "local" else [places]:
         view.say(sentence)
     return Supervisor(
-        specs,
-        LocalHosts(inherited),
+        plan,
+        hosts,
         run,
         view,
         start_timeout=start_timeout(limits, config.inference),
@@ -110,6 +136,22 @@ def make_supervisor(
         heartbeat=Heartbeat(run.heartbeat, limits.heartbeat_url, limits.heartbeat_interval),
         memory_advice=memory_advice or MEMORY_ADVICE,
     )
+
+
+def exported(config: RunConfig | SftConfig) -> dict[str, str]:
+    """Return the variables of all processes that other hosts do not inherit: those of the run file, and keys.
+
+    The keys of the run's own servers are made here unless they are exported.
+    """
+    launch, inference = config.launch, config.inference
+    keys = {inference.api_key_var, inference.admin_key_var}
+    if has_servers(config):
+        for name in keys:
+            os.environ.setdefault(name, secrets.token_urlsafe(32))
+    if isinstance(config, RunConfig):
+        keys |= {config.orchestrator.client.api_key_var, config.orchestrator.client.admin_key_var}
+    inherited = {name: os.environ[name] for name in (*launch.env_from, *keys) if name in os.environ}
+    return {**without_exported(launch.env), **inherited}
 
 
 def place_here(config: RunConfig | SftConfig) -> Placement:

@@ -15,8 +15,8 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import ProcessSpec
-from headrace.launch.local import check_ports, on_this_machine, place_here, start_timeout
 from headrace.launch.processes import processes_of, thread_env
+from headrace.launch.run import check_ports, on_this_machine, place_here, start_timeout
 from headrace.machine import VISIBLE_GPUS_VAR
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
