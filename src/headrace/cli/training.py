@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -17,10 +17,11 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import BadRequest, naming_run
-from headrace.launch.own_code import add_code_folders
+from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables, stop_with_launcher
-from headrace.launch.run_directory import DirectoryPlan, is_run, plan_directory, refuse_shorter
-from headrace.launch.saved_config import changes, pin
+from headrace.launch.run_directory import DirectoryPlan, hold, is_run, plan_directory, refuse_shorter
+from headrace.launch.saved_config import changes, pin, save
+from headrace.launch.slurm_job import JobSize, in_allocation, log_of, run_script, submitted, write_script
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
@@ -107,7 +108,8 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
     if checked.model is None:  # it has been fetched by now
         checked = check_run(config)
         _notify(*checked.notices)
-    planned = None if checked.shape is None else plan_here(config, checked.shape)
+    submits = config.launch.on == "slurm" and not in_allocation()
+    planned = None if checked.shape is None or submits else plan_here(config, checked.shape)
     if planned is not None and planned.refusal is not None:
         raise planned.refusal
     _notify(*checked.lines, *(planned.lines if planned else ()))
@@ -123,6 +125,8 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
             del words[place : place + 2]
         words += ["--output_dir", str(plan.directory)]
     again = shlex.join(["headrace", *words, "--resume"])
+    if submits:
+        return _submit(arguments, config, plan, folders)
     with naming_run(plan.directory):
         plan.apply()
         return launch(
@@ -134,6 +138,28 @@ def _launch(kind: Kind, arguments: argparse.Namespace) -> int:
             max_running=None if planned is None else planned.max_running,
             memory_advice=None if planned is None else planned.memory_advice,
         )
+
+
+def _submit(
+    arguments: argparse.Namespace, config: RunConfig | SftConfig, plan: DirectoryPlan, folders: Sequence[str]
+) -> int:
+    """Prepare the run directory and submit a batch job that runs it; with `--print` only write the script."""
+    from headrace.launch.processes import needs_of
+
+    run, launch = RunDir(plan.directory), config.launch
+    size = JobSize(needs_of(config).nodes, launch.gpus_per_node)
+    text = run_script(run, arguments.command, launch.slurm, size)
+    with nullcontext() if arguments.print else submitted(text) as job, naming_run(run.root):
+        plan.apply()
+        with hold(run.root):
+            save(config, run)
+            save_folders(folders, run)
+            script = write_script(run, text)
+    if job is None:
+        print(f"wrote {script}; submit it with: sbatch {script}")
+    else:
+        print(f"submitted job {job} ({size.nodes} hosts): {script}\nlog: {log_of(run)}\ncancel: scancel {job}")
+    return 0
 
 
 def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
@@ -156,7 +182,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> Direc
     plan = plan_directory(config.output_dir, arguments.resume, arguments.clean)
     if plan.resume and plan.fork_of is None:
         refuse_shorter(plan.directory, config.max_steps)
-    if has_servers(config):
+    if has_servers(config) and config.launch.on == "local":
         check_ports(config)
     return plan
 

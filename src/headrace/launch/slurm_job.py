@@ -1,0 +1,140 @@
+"""The batch job of a run on SLURM: its script, its submission, and what a run inside of a job asks SLURM for.
+
+The script is written into the run directory, to be read and to be submitted by hand. It starts the launcher on the
+first host of the job; `launch/hosts/slurm.py` starts a node agent on each host from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config.launch import SlurmConfig
+from headrace.launch.errors import BadRequest
+from headrace.transport.files import write_atomically
+from headrace.transport.run_dir import RunDir
+
+JOB_VAR = "SLURM_JOB_ID"
+"""Set inside of an allocation: by sbatch and by salloc."""
+RESTARTS_VAR = "SLURM_RESTART_COUNT"
+SCRIPT = "slurm.sh"
+SUBMITTED = re.compile(r"^(\d+)(;.*)?$")
+"""What `sbatch --parsable` prints: the job, and the cluster if there are several."""
+NAME_CHARS = re.compile(r"[^A-Za-z0-9._-]+")
+LATER = "--begin=now+1hour"
+TIMEOUT_S = 60.0
+"""Time for SLURM's own commands, which wait for a controller that is busy."""
+
+
+class JobSize(NamedTuple):
+    nodes: int
+    gpus_per_node: int | None
+
+
+def in_allocation() -> bool:
+    return JOB_VAR in os.environ
+
+
+def batch_script(
+    slurm: SlurmConfig, name: str, log: Path, size: JobSize, commands: str, extra: Sequence[str] = ()
+) -> str:
+    """Return a script for sbatch. `extra` and the user's own lines come last: of two equal options the last counts."""
+    options = {
+        "job-name": NAME_CHARS.sub("-", name),
+        "nodes": size.nodes,
+        "ntasks-per-node": 1,
+        "gres": None if size.gpus_per_node is None else f"gpu:{size.gpus_per_node}",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time,
+        "signal": f"B:USR1@{slurm.signal_before}",
+        "output": log,
+        "open-mode": "append",
+    }
+    lines = [f"--{option}={_one_word(str(value))}" for option, value in options.items() if value is not None]
+    lines += ["--no-kill", "--requeue" if slurm.requeue else "--no-requeue", *extra, *slurm.lines]
+    prologue = f"\n{slurm.prologue.rstrip()}\n" if slurm.prologue.strip() else ""
+    return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"{prologue}\n{commands}\n"
+
+
+def _one_word(value: str) -> str:
+    """Return a value as sbatch reads it in a script, where it understands quotes and nothing else of the shell."""
+    return f'"{value}"' if re.search(r"\s", value) else value
+
+
+def headrace_command(*words: str) -> str:
+    """Return the shell command of `headrace WORDS`; a prologue can set HEADRACE, for example for a container."""
+    own = shlex.join([sys.executable, "-m", "headrace"])
+    return f"${{HEADRACE:-{own}}} {shlex.join(words)}"
+
+
+def run_script(run: RunDir, command: str, slurm: SlurmConfig, size: JobSize) -> str:
+    """Return the script of a run; `command` is rl or sft. It takes whole hosts, unless the user's lines differ."""
+    root = run.root.resolve()
+    start = f"exec {headrace_command(command, str(root / run.config.name), '--resume')}"
+    return batch_script(slurm, f"headrace-{root.name}", log_of(run), size, start, ["--exclusive", "--mem=0"])
+
+
+def log_of(run: RunDir) -> Path:
+    return run.logs.resolve() / "slurm.log"
+
+
+def write_script(run: RunDir, text: str) -> Path:
+    path = run.root / SCRIPT
+    run.logs.mkdir(parents=True, exist_ok=True)  # SLURM makes no folders
+    write_atomically(path, text.encode())
+    return path
+
+
+@contextmanager
+def submitted(script: str) -> Iterator[str]:
+    """Submit a script, yield the id of its job, and let the job start after the block; cancel it if the block fails.
+
+    So a refused job changes nothing, and a job never starts before its files are there. It is not held meanwhile:
+    SLURM does not check whether a held job fits.
+    """
+    job = submit(script, LATER)
+    try:
+        yield job
+        _ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    except BaseException:
+        _ask("scancel", job)
+        raise
+
+
+def submit(script: str, *options: str) -> str:
+    """Submit a script and return the id of its job. Raises `BadRequest` with SLURM's own message."""
+    done = _ask("sbatch", "--parsable", *options, script=script)
+    words = SUBMITTED.match(done)
+    if words is None:
+        raise BadRequest(f"sbatch printed no job id: {done}", key="launch.on", value="slurm")
+    return words[1]
+
+
+def _ask(*command: str, script: str = "") -> str:
+    """Run a command of SLURM and return its output. Raises `BadRequest` if it is missing or refuses."""
+    try:
+        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except FileNotFoundError:
+        fix = "Run this where jobs are submitted, or write the script alone with --print."
+        raise BadRequest(f"{command[0]} is not installed here", key="launch.on", value="slurm", fix=fix) from None
+    except subprocess.TimeoutExpired:
+        fact = f"{command[0]} did not answer within {TIMEOUT_S:g} s"
+        raise BadRequest(fact, key="launch.on", value="slurm", fix="Ask for the state of the controller.") from None
+    if done.returncode:
+        message = (done.stderr or done.stdout).strip().replace(f"{command[0]}: error: ", "")
+        fix = "Change [launch.slurm], or write the script alone with --print and submit it yourself."
+        raise BadRequest(f"{command[0]} refused: {message}", key="launch.on", value="slurm", fix=fix)
+    return done.stdout.strip()
+
+
+def requeue() -> None:
+    """Queue this job again, which ends it. Raises `BadRequest` if SLURM refuses."""
+    _ask("scontrol", "requeue", os.environ[JOB_VAR])

@@ -1,0 +1,32 @@
+"""Runs as SLURM jobs: submitted, refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import SlurmCluster
+from tests.end_to_end.runs import write_run_file
+
+pytestmark = pytest.mark.cluster
+
+HEADRACE = (sys.executable, "-m", "headrace")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--launch.slurm.partition", "fast"], "invalid partition specified: fast"),
+        (["--launch.gpus_per_node", 5], "Requested node configuration is not available"),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused_and_changes_nothing(
+    slurm: SlurmCluster, tmp_path: Path, tiny_model: Path, options: list[object], message: str
+):
+    file = write_run_file(tmp_path, tiny_model)
+    output = slurm.run(*HEADRACE, "rl", file, "--launch.on", "slurm", *options, check=False)
+    assert message in output
+    assert not (tmp_path / "run").exists()
+    assert slurm.run("squeue", "--noheader") == ""

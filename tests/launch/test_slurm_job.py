@@ -1,0 +1,125 @@
+"""The batch script of a run on SLURM, and its submission through the real command line; sbatch itself is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.config.launch import SlurmConfig
+from headrace.launch.errors import BadRequest
+from headrace.launch.slurm_job import JobSize, batch_script, headrace_command, submitted
+from headrace.runfile.reading import load
+from headrace.runfile.run import RunConfig
+from tests.end_to_end.runs import write_run_file
+
+SUBMIT = "sbatch --parsable --begin=now+1hour"
+RECORDING = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+[ "$(basename "$0")" = "$REFUSING" ] && { echo "$REFUSING: error: invalid partition specified: gpu" >&2; exit 1; }
+[ "$(basename "$0")" = sbatch ] && { cat > "$CALLS.script"; echo "17;cluster"; }
+exit 0
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The commands of SLURM that were called, one per line."""
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    for name in ("sbatch", "scontrol", "scancel"):
+        (folder / name).write_text(RECORDING)
+        (folder / name).chmod(0o755)
+    calls.touch()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("REFUSING", "")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return calls
+
+
+def options(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_script_has_what_was_configured_and_the_users_lines_count():
+    slurm = SlurmConfig(
+        partition="gpu", account="a b", time="2-00", requeue=False, signal_before=60, lines=["--nodes=9"]
+    )
+    script = batch_script(slurm, "my run", Path("/r/log"), JobSize(4, 8), "exec true")
+    lines = options(script)
+    for expected in ("--nodes=4", "--gres=gpu:8", "--partition=gpu", '--account="a b"', "--time=2-00", "--no-requeue"):
+        assert expected in lines
+    assert "--signal=B:USR1@60" in lines and "--no-kill" in lines and "--open-mode=append" in lines
+    assert lines[-1] == "--nodes=9"
+    bare = batch_script(SlurmConfig(), "run", Path("/r/log"), JobSize(1, None), "exec true")
+    assert not any(line.startswith(("--gres", "--partition", "--account", "--time")) for line in options(bare))
+    assert "--requeue" in options(bare)
+
+
+def test_a_prologue_chooses_another_command(tmp_path: Path):
+    prologue = "HEADRACE='echo in a container:'\n"
+    script = batch_script(
+        SlurmConfig(prologue=prologue),
+        "run",
+        tmp_path / "log",
+        JobSize(1, None),
+        f"exec {headrace_command('rl', 'a b')}",
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "in a container: rl a b\n"
+    assert shlex.join([sys.executable, "-m", "headrace"]) in headrace_command("rl")
+
+
+def test_a_run_is_prepared_and_its_job_released(
+    tmp_path: Path, tiny_model: Path, calls: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write_run_file(tmp_path, tiny_model)
+    nodes = ["--launch.trainer_nodes", "2", "--launch.inference_nodes", "3", "--launch.spare_nodes", "1"]
+    assert main(["rl", str(file), "--launch.on", "slurm", *nodes]) == 0
+    assert calls.read_text().splitlines() == [SUBMIT, "scontrol update JobId=17 StartTime=now"]
+    assert "17" in capsys.readouterr().out
+    run = tmp_path / "run"
+    script = (run / "slurm.sh").read_text()
+    assert script == Path(f"{calls}.script").read_text()
+    assert "--nodes=6" in options(script) and f"--output={run}/logs/slurm.log" in options(script)
+    assert script.splitlines()[-1].endswith(f"rl {run}/config.toml --resume")
+    config, _ = load(RunConfig, [run / "config.toml"], [])
+    assert config.launch.on == "slurm" and (run / "logs").is_dir()
+
+
+def test_print_writes_the_script_and_submits_nothing(tmp_path: Path, tiny_model: Path, calls: Path):
+    assert main(["rl", str(write_run_file(tmp_path, tiny_model)), "--launch.on", "slurm", "--print"]) == 0
+    assert (tmp_path / "run" / "slurm.sh").is_file() and not calls.read_text()
+
+
+def test_a_refused_job_leaves_an_earlier_run_as_it_was(
+    tmp_path: Path, tiny_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file, run = write_run_file(tmp_path, tiny_model), tmp_path / "run"
+    assert main(["rl", str(file), "--launch.on", "slurm", "--print"]) == 0
+    (run / "mine").touch()
+    monkeypatch.setenv("REFUSING", "sbatch")
+    assert main(["rl", str(file), "--launch.on", "slurm", "--clean"]) == 2
+    assert "invalid partition specified: gpu" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["rl", str(file), "--launch.on", "slurm", "--clean"]) == 2
+    assert (run / "mine").exists()
+
+
+def test_a_job_whose_run_cannot_be_prepared_is_cancelled(calls: Path):
+    with pytest.raises(OSError), submitted("#!/bin/sh\n"):
+        raise OSError("no space left")
+    assert calls.read_text().splitlines() == [SUBMIT, "scancel 17"]
+
+
+def test_a_job_that_cannot_be_released_is_an_error(calls: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REFUSING", "scontrol")
+    with pytest.raises(BadRequest) as refused, submitted("#!/bin/sh\n"):
+        pass
+    assert refused.value.key == "launch.on"
