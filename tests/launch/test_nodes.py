@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 
 from headrace.cli.main import main
@@ -25,6 +26,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeWorld]:
         world.join("b"), world.join("a")
         assert [host.name for host in world.hosts.wait_until_ready()] == ["a", "b"]
         yield world
+
+
+def test_probes_see_whether_a_host_has_joined_and_that_for_the_orchestrator_is_not_enough_for_a_run(tmp_path: Path):
+    with closing(NodeWorld(tmp_path / "run", needed=1)) as world:
+        state = tmp_path / "state"
+        world.join("driver", None, "--role", "orchestrator", "--state", str(state))
+        wait_for(lambda: state.exists() and state.read_text() == "joined")
+        assert httpx.get(f"{world.driver.url}/health").json() == {"hosts": 1}  # without a key
+        before = state.stat().st_mtime_ns
+        wait_for(lambda: state.stat().st_mtime_ns > before)
+        world.join("a", None, "--role", "trainer")
+        roles = [(host.name, host.role) for host in world.hosts.wait_until_ready()]
+        assert roles == [("a", "trainer"), ("driver", "orchestrator")]
 
 
 def test_hosts_describe_themselves(world: NodeWorld):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 from headrace.launch.errors import BadRequest
+from headrace.launch.hosts.base import HostRole
 from headrace.launch.node import NodeAgent, default_name, log_to_run
 from headrace.launch.node_messages import NODE_NAME
 from headrace.observe.status import setup_logging
 
 WAIT_S = 30.0
+ROLES = [role for role in get_args(HostRole) if role]
 EPILOG = """The launcher of the run (headrace rl, headrace sft) is found by HEADRACE_DRIVER (its URL) and
 HEADRACE_DRIVER_KEY, or by RUN/driver.json, which it writes when it starts."""
 
@@ -23,6 +26,8 @@ def configure_node(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", metavar="S", type=float, default=WAIT_S, help=f"seconds to wait for the launcher [{WAIT_S:g}]"
     )
+    parser.add_argument("--role", choices=ROLES, default="", help="what this host is meant for [anything]")
+    parser.add_argument("--state", metavar="FILE", type=Path, help="keep `waiting` or `joined` in this file")
 
 
 def run_node(arguments: argparse.Namespace) -> int:
@@ -32,5 +37,5 @@ def run_node(arguments: argparse.Namespace) -> int:
         raise BadRequest("not allowed as the name of a host", key="--name", value=name, fix=fix)
     setup_logging()
     log_to_run(arguments.run, name)
-    with closing(NodeAgent(arguments.run, name, arguments.wait)) as agent:
+    with closing(NodeAgent(arguments.run, name, arguments.wait, arguments.role, arguments.state)) as agent:
         return agent.run()

@@ -36,6 +36,7 @@ from headrace.launch.node_messages import (
     Announcement,
     Command,
     DriverAddress,
+    Health,
     Join,
     Joined,
     News,
@@ -253,6 +254,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, method: str) -> msgspec.Struct:
         driver, url = self.server.driver, urlsplit(self.path)
+        if method == "GET" and url.path == "/health" and not driver.is_closed:
+            with driver.locked() as nodes:
+                return Health(len(list(nodes.living())))
         if not driver.accepts(self.headers.get("Authorization"), self.client_address[0]):
             self.close_connection = True  # the body is not read
             raise Refused("wrong key", HTTPStatus.UNAUTHORIZED)

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
@@ -22,7 +23,7 @@ from pathlib import Path
 from headrace.launch.addresses import CheckPort, dial, find_free_ports, interface_address, source_address
 from headrace.launch.driver_client import DriverClient, NoDriver, RefusedByDriver, find_driver
 from headrace.launch.errors import BadRequest, LaunchError
-from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.hosts.base import HostRole, ProcessSpec
 from headrace.launch.node_messages import (
     Command,
     Dial,
@@ -59,6 +60,10 @@ SPARE_PORTS = 8
 """Free ports in each report."""
 CANNOT_START = 127
 """Exit status of a process whose command could not be executed, as in a shell."""
+
+
+JOINED = "joined"
+"""The state of a host with a lease."""
 
 
 class NodeProcesses:
@@ -144,10 +149,10 @@ class Lease:
 
 
 class NodeAgent:
-    """`wait_s`: how long the driver is waited for at first."""
+    """`wait_s`: how long the driver is waited for at first. `state`: a file that says whether this host has joined."""
 
-    def __init__(self, run: Path, name: str, wait_s: float) -> None:
-        self._run, self._name, self._wait_s = run, name, wait_s
+    def __init__(self, run: Path, name: str, wait_s: float, role: HostRole = "", state: Path | None = None) -> None:
+        self._run, self._name, self._wait_s, self._role, self._state = run, name, wait_s, role, state
         self._signals: list[int] = []
         self._check_port = CheckPort()
         self._nonce = ""
@@ -161,7 +166,7 @@ class NodeAgent:
                 if joined is None:
                     return 128 + self._signals[0]
                 client, lease_s = joined
-                service = NodeService(self._name, self._nonce, client, lease_s, self._signals)
+                service = NodeService(self._name, self._nonce, client, lease_s, self._signals, self._show)
                 code = service.run()
                 client.close()
                 if code is not None:
@@ -169,11 +174,17 @@ class NodeAgent:
                 log.warning("the lease of this host is lost, its processes are killed; joining again")
                 wait_s = REJOIN_S
 
+    def _show(self, state: str) -> None:
+        """Write the state of this host for probes, which also see from the time of the file that the agent is alive."""
+        if self._state is not None:
+            self._state.write_text(state)
+
     def _join(self, wait_s: float) -> tuple[DriverClient, float] | None:
         """Join the run as soon as the driver answers; None: a signal came before. Raises `Failure`."""
         replaces, self._nonce = self._nonce, secrets.token_hex(8)  # one for all attempts: an answer may be lost
         deadline, said = time.monotonic() + wait_s, ""
         while not self._signals:
+            self._show("waiting")
             try:
                 client = DriverClient(find_driver(self._run))
                 lease_s = self._join_once(client, replaces)
@@ -214,6 +225,7 @@ class NodeAgent:
             clock=time.time(),
             write_s=write_s,
             problem=problem,
+            role=self._role,
             replaces=replaces,
         )
         for warning in client.post(f"/nodes/{self._name}", join, Joined, JOIN_TIMEOUT_S).warnings:
@@ -227,8 +239,17 @@ class NodeAgent:
 class NodeService:
     """One lease: reports to the driver and carries out its commands."""
 
-    def __init__(self, name: str, nonce: str, client: DriverClient, lease_s: float, signals: list[int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        nonce: str,
+        client: DriverClient,
+        lease_s: float,
+        signals: list[int],
+        show: Callable[[str], None],
+    ) -> None:
         self._path, self._nonce, self._client, self._signals = f"/nodes/{name}/report", nonce, client, signals
+        self._show = show
         self._processes = NodeProcesses()
         self._lease = Lease(lease_s, self._processes)
         self._dials = ThreadPoolExecutor(MAX_DIALS, "dial")
@@ -243,6 +264,7 @@ class NodeService:
         """Return the exit code, or None if the lease is lost."""
         try:
             while not self._lease.is_lost:
+                self._show(JOINED)
                 if self._signals and self._stopping is None:
                     log.warning("%s: stopping the processes of this host", signal.Signals(self._signals[0]).name)
                     self._stop()

@@ -1,5 +1,6 @@
 """What the driver of a run and the node agents on its hosts send each other, as JSON over HTTP.
 
+    GET  /health                -> Health      for probes; needs no key
     GET  /run                   -> RunFacts    what a host needs to check itself before it joins
     POST /nodes/NAME            Join -> Joined, or 409 with a Refusal
     POST /nodes/NAME/report     Report -> Orders, held for up to `HOLD_S`; 410: the lease was lost, join again
@@ -7,7 +8,7 @@
     POST /announcements         Announcement
     POST /scale                 Scale -> Scaled, or 409 with a Refusal
 
-Every request carries `Authorization: Bearer KEY`.
+Every other request carries `Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
+
+from headrace.launch.hosts.base import HostRole
 
 DRIVER_VAR = "HEADRACE_DRIVER"
 """The environment variable with the URL of the driver."""
@@ -64,6 +67,11 @@ class RunFacts(msgspec.Struct, frozen=True):
     lease_s: float = LEASE_S
 
 
+class Health(msgspec.Struct, frozen=True):
+    hosts: int
+    """Hosts that take part at the moment."""
+
+
 class Join(msgspec.Struct, frozen=True):
     """A host, as its node agent describes it."""
 
@@ -83,6 +91,8 @@ class Join(msgspec.Struct, frozen=True):
     """Seconds of a durable write into the run directory."""
     problem: str = ""
     """Why the host cannot take part, if it knows."""
+    role: HostRole = ""
+    """What the host is meant for; empty: anything."""
     replaces: str = ""
     """The nonce of the same agent's last join, whose processes it has killed."""
 

@@ -43,7 +43,8 @@ class Node:
 
     @property
     def host(self) -> Host:
-        return Host(self.name, self.facts.address, tuple(self.facts.gpus), self.facts.cores)
+        facts = self.facts
+        return Host(self.name, facts.address, tuple(facts.gpus), facts.cores, facts.role)
 
     def send(self, command: Command) -> None:
         self.last_command += 1

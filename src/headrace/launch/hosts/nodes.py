@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from headrace.launch.process import GRACE_S
 API_KEY_VARS = ("HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY")
 JOIN_TIMEOUT_S = 30.0
 POLL_S = 0.05
+SETTLE_S = 1.0
+"""Hosts that were waiting for the driver join within this time, also those without which the run could start."""
 NOTICE_S = 10.0
 
 
@@ -86,17 +88,16 @@ class NodeHosts:
         started, noticed = time.monotonic(), 0.0
         while True:
             with self._driver.locked() as nodes:
-                usable, problems = nodes.usable(), nodes.unreachable()
-                if len(usable) >= self._needed and not nodes.pending():
+                waited, is_checked, problems = time.monotonic() - started, not nodes.pending(), nodes.unreachable()
+                if _computing(nodes.usable()) >= self._needed and is_checked and waited > SETTLE_S:
                     nodes.sort()
                     for problem in problems:
                         self._driver.notify(f"{problem}; one of them is left out")
                     return [node.host for node in nodes.usable()]
                 joined = [node.name for node in nodes.living()]
-                is_checked = len(joined) >= self._needed and not nodes.pending()
+                is_unreachable = _computing(nodes.living()) >= self._needed > _computing(nodes.usable()) and is_checked
                 refusals = list(self._driver.refusals.values())
-            waited = time.monotonic() - started
-            if refusals or is_checked or waited > self._timeout_s:
+            if refusals or is_unreachable or waited > self._timeout_s:
                 raise LaunchError("\n".join([*refusals, *problems] or self._describe_missing(joined)))
             if waited - noticed > NOTICE_S:
                 noticed = waited
@@ -152,6 +153,11 @@ class NodeHosts:
                 if not any(nodes.living()):
                     break
             time.sleep(POLL_S)
+
+
+def _computing(nodes: Iterable[Node]) -> int:
+    """Return how many of the hosts train or sample."""
+    return sum(node.facts.role != "orchestrator" for node in nodes)
 
 
 def _list(names: Sequence[str]) -> str:
