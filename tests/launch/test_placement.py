@@ -245,19 +245,19 @@ def test_a_run_without_room_for_its_trainer_or_for_any_server_is_refused():
 def test_servers_are_added_on_idle_gpus_and_the_last_ones_removed():
     hosts, needs = hosts_of(4, 4), Needs(inference_gpus=1, trainer_processes=2, port=8000)
     one = place(hosts, needs)
-    three = scale(one, hosts, 3)
+    three = scale(one, hosts, needs, 3)
     assert [(server.name, server.port) for server in three.servers] == [
         ("inference", 8000),
         ("inference-1", 8001),
         ("inference-2", 8002),
     ]
     assert set(one.places) <= set(three.places)
-    assert scale(three, hosts, 1) == one
+    assert scale(three, hosts, needs, 1) == one
     with refused(ConfigError, key="--inference", value=9) as error:
-        scale(one, hosts, 9)
+        scale(one, hosts, needs, 9)
     assert "6" in (error.value.fix or "")
     with refused(ConfigError, key="--inference", value=0):
-        scale(one, hosts, 0)
+        scale(one, hosts, needs, 0)
 
 
 some_hosts = st.builds(
@@ -354,7 +354,7 @@ def test_what_lives_on_living_hosts_stays(hosts: list[Host], needs: Needs, data:
 def test_scaling_moves_no_process(hosts: list[Host], needs: Needs, servers: int):
     before = place_if_it_fits(hosts, replace(needs, has_servers=True))
     try:
-        after = scale(before, hosts, servers)
+        after = scale(before, hosts, needs, servers)
     except ConfigError:
         assert servers > len(before.servers)
         return

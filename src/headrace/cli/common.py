@@ -23,9 +23,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, override: str) -> None:
     """Add the arguments of a command that starts a run from files; `override` is an example of an override."""
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="run files, merged left to right")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument(
-        "--print", action="store_true", help="with launch.on slurm: write the batch script, submit nothing"
-    )
     again = parser.add_mutually_exclusive_group()
     add_resume(again)
     again.add_argument("--clean", action="store_true", help="delete the run that is in output_dir and start over")

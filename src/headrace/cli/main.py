@@ -46,6 +46,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "rl": Command("training", "train a model with reinforcement learning; supervises the three processes.", "all"),
     "sft": Command("training", "train a model on examples.", "all"),
+    "prepare": Command(
+        "prepare", "check a run, resolve its model and data, write its directory; start nothing.", "all"
+    ),
     "serve": Command("serve", "serve a model over HTTP, or the model of a run.", "all"),
     "chat": Command("chat", "chat with a model, the model of a run, or any OpenAI-compatible server.", "dotted"),
     "new": Command("new", "write the skeleton of an environment, with a test and run files."),

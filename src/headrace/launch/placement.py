@@ -188,7 +188,7 @@ def place_again(placement: Placement, hosts: Sequence[Host], needs: Needs) -> Pl
     return _with_orchestrator(again) if needs.has_orchestrator and again.orchestrator is None else again
 
 
-def scale(placement: Placement, hosts: Sequence[Host], servers: int) -> Placement:
+def scale(placement: Placement, hosts: Sequence[Host], needs: Needs, servers: int) -> Placement:
     """Return the placement with this number of servers: more on idle GPUs, or without those of the highest numbers."""
     kept = sorted(placement.servers, key=lambda server: server.number)[: max(0, servers)]
     if not kept:
@@ -197,7 +197,7 @@ def scale(placement: Placement, hosts: Sequence[Host], servers: int) -> Placemen
     while len(kept) < servers:
         number = next(number for number in count() if number not in {server.number for server in kept})
         new = replace(first, name=_server_name(number), port=first.port and first.port + number - first.number)
-        placed = _find_room(new, hosts, staying, len(first.gpus))
+        placed = _find_room(new, _usable(hosts, needs), staying, len(first.gpus))
         if placed is None:
             fact = f"a server takes {len(first.gpus)} GPUs, and idle ones are left for {len(kept)} servers in all"
             fix = f"Lower it to {len(kept)}, or add a host."

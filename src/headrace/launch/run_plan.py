@@ -46,7 +46,7 @@ class RunPlan:
         return self.specs()
 
     def scale(self, hosts: Sequence[Host], servers: int) -> list[ProcessSpec]:
-        self.placement = scale(self.placement, hosts, servers)
+        self.placement = scale(self.placement, hosts, self._needs, servers)
         return self.specs()
 
     @property
