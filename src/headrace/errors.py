@@ -16,6 +16,9 @@ AGAIN = os.EX_TEMPFAIL
 RESTART_RUN = os.EX_IOERR
 """Exit status (74) of a process that set a damaged file aside: the run continues if all processes are restarted."""
 
+FENCED = os.EX_PROTOCOL
+"""Exit status (76) of a process that another one has replaced while it was paused or cut off."""
+
 BAD_INPUT = 2
 """Exit status of a command with invalid input."""
 

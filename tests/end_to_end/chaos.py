@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from headrace.observe.metrics import read_metrics
 from headrace.rollout.batch import Batch, read_batch
+from headrace.transport.epochs import DRAFTS
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import is_alive, processes_of, wait_until
 from tests.end_to_end.slow_renames.sitecustomize import LENGTH
@@ -36,8 +37,12 @@ MOMENTS = {
     "between the commit of a batch and its announcement": Moment(
         "orchestrator", lambda run: run.batches.directory, ".step-*.prepared", delay=1.4 * LENGTH
     ),
-    "in the middle of a checkpoint": Moment("trainer", lambda run: run.checkpoints, ".step-*.tmp"),
-    "in the middle of publishing weights": Moment("trainer", lambda run: run.weights.directory, ".v-*.tmp"),
+    "in the middle of a checkpoint": Moment(
+        "trainer", lambda run: run.root / DRAFTS, "trainer-*/checkpoints.step-*.tmp"
+    ),
+    "in the middle of publishing weights": Moment(
+        "trainer", lambda run: run.root / DRAFTS, "trainer-*/weights.v-*.tmp"
+    ),
 }
 LAUNCHER = "launcher"
 
@@ -112,8 +117,9 @@ class Chaos:
         raise AssertionError(f"never seen: {moment}")
 
     def _is_renamed(self, hidden: Path) -> bool:
-        """`.step-00000003.prepared` becomes `step-00000003.safetensors`, `.v-0-3.tmp` becomes `v-0-3`."""
-        return any(hidden.parent.glob(hidden.stem.removeprefix(".") + "*"))
+        """`.step-N.prepared` becomes `step-N.safetensors`, `weights.v-0-3.tmp` becomes `weights/v-0-3`."""
+        folder, _, name = hidden.stem.rpartition(".")
+        return any((self.run.root / folder if folder else hidden.parent).glob(f"{name}*"))
 
 
 class Evidence:

@@ -30,9 +30,9 @@ from headrace.rollout.version import Version, staleness
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.transport.batches import BatchStore
+from headrace.transport.epochs import hold_epoch
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import FileRecord
-from headrace.transport.lock import only_one
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.observe.metrics_page import undocumented
@@ -394,7 +394,7 @@ async def test_a_filter_that_takes_every_rollout_is_reported_and_ends_the_run_wh
 
 async def test_a_second_orchestrator_in_a_run_directory_is_refused(tmp_path: Path, tiny_model: Path):
     pipeline = Pipeline(tmp_path, tiny_model)
-    with only_one(pipeline.run, "orchestrator"), refused(BadInput, key="RUN", value=pipeline.run.root):
+    with hold_epoch(pipeline.run.root, "orchestrator"), refused(BadInput, key="RUN", value=pipeline.run.root):
         await pipeline.finish()
 
 

@@ -25,7 +25,7 @@ from headrace.trainer import checkpoint, rl
 from headrace.trainer.checkpoint import ResumeError
 from headrace.trainer.losses.custom import CustomLossConfig
 from headrace.trainer.losses.shipped import DefaultLossConfig
-from headrace.transport.lock import only_one
+from headrace.transport.epochs import hold_epoch
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import checksum, read_marker
 from headrace.transport.weights_link import is_linked
@@ -274,7 +274,7 @@ def test_where_engines_share_the_gpu_memory_for_them_is_taken_before_the_first_s
 def test_a_second_trainer_in_a_run_is_refused(run: RunDir, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
     config = {"output_dir": run.root, "model": {"name": str(tiny_model)}, "max_steps": 1, "seq_len": 64}
     save(SftConfig.model_validate({**config, "data": {"env": "reverse-text"}}), run)
-    with only_one(run, "trainer"):
+    with hold_epoch(run.root, "trainer"):
         assert main(["trainer", str(run.root)]) == 2
     assert f"RUN = {run.root}: another trainer" in capsys.readouterr().err
 

@@ -12,8 +12,9 @@ import pytest
 from headrace.errors import BadInput, Failure
 from headrace.rollout.batch import SchemaError
 from headrace.rollout.fingerprint import Fingerprint
-from headrace.transport.journal import Journal, fork, network_file_system
+from headrace.transport.journal import Journal, fork
 from headrace.transport.journal_entries import AlgorithmState, Clock, Draw, Entries, FileRecord, Outcome, Totals
+from headrace.transport.journal_files import network_file_system
 from tests.refusals import refused
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded-runs" / "rl" / "journal.sqlite"

@@ -32,7 +32,7 @@ from headrace.observe.status import Status, is_up, setup_logging
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
 from headrace.text.hub import model_directory
-from headrace.transport.lock import only_one
+from headrace.transport.epochs import hold_epoch
 from headrace.transport.run_dir import RunDir
 
 STOPPED = 143
@@ -163,7 +163,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     forwards = is_first and isinstance(config, SftConfig) and not config.evaluates
     monitors = (config.wandb, config.tensorboard) if forwards else (None, None)
     with (
-        only_one(run, "trainer") if is_first else nullcontext(),
+        hold_epoch(run.root, "trainer") if is_first else nullcontext(),
         process("trainer", run) as status,
         forwarding(run, *monitors),
     ):

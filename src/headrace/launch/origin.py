@@ -156,8 +156,8 @@ def _cached(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
         _print(f"{what}: using the cached {place}")
         return place
     draft = place.with_name(f"{digest}.tmp")
-    waiting = f"{what}: waiting for process {{}}, which is creating it"
-    with lock(place.with_name(f"{digest}.lock"), lambda holder: _print(waiting.format(holder))) as held:
+    waiting = f"{what}: waiting for another process, which is creating it"
+    with lock(place.with_name(f"{digest}.lock"), lambda: _print(waiting)) as held:
         if not place.is_dir():  # another process may have created it in the meantime
             _print(f"{what}: creating it once, to be cached in {place}")
             shutil.rmtree(draft, ignore_errors=True)

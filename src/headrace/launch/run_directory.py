@@ -12,18 +12,24 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from headrace.launch.errors import BadRequest
 from headrace.observe.metrics import INCARNATIONS, Tail
+from headrace.transport.epochs import DRAFTS, EPOCHS, LAUNCHER_VAR, Held, is_held, newest_lease, take_epoch
 from headrace.transport.files import MARKER, STEP, link_tree, write_directory
-from headrace.transport.lock import is_held, lock
+from headrace.transport.lease import LEASE_S, Holder, is_gone
+from headrace.transport.lock import is_locked, lock
 from headrace.transport.run_dir import RunDir
 
 LATEST = "latest"
+LAUNCHER = "launcher"
 LOCK = ".lock"
-"""Locked by the launcher of the run."""
+"""Locked by the launcher of the run and by its processes on the same host."""
+KEPT = frozenset({LOCK, EPOCHS, DRAFTS})
+"""What is in a run directory before a run, and after it was emptied."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,9 @@ class DirectoryPlan:
     def apply(self) -> None:
         if self.clean:
             with hold(self.directory):
-                shutil.rmtree(self.directory)
+                for path in self.directory.iterdir():
+                    if path.name not in KEPT:  # a process of the old run, paused somewhere, stays replaced
+                        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if self.fork_of is not None:
             source, step = RunDir(self.fork_of), self.fork_step
             write_directory(self.directory, lambda draft: _fork(source, RunDir(draft), step))
@@ -63,7 +71,7 @@ def plan_directory(directory: Path, resume: str | None, clean: bool) -> Director
     """Plan what to do with `output_dir`. Raises `BadRequest` with the alternatives."""
     if directory.exists() and not directory.is_dir():
         raise BadRequest("this is a file", key="output_dir", value=directory, fix="Choose a directory.")
-    occupied = directory.is_dir() and any(path.name != LOCK for path in directory.iterdir())
+    occupied = directory.is_dir() and any(path.name not in KEPT for path in directory.iterdir())
     if resume is not None:
         return _plan_resume(directory, resume)
     if not occupied:
@@ -128,35 +136,45 @@ def refuse_shorter(directory: Path, max_steps: int | None) -> None:
 
 @contextmanager
 def hold(directory: Path) -> Iterator[int]:
-    """Lock a run directory for this launcher. Yields a descriptor to be inherited by the processes of the run.
+    """Take a run directory for this launcher. Yields a descriptor to be inherited by the processes of the run.
 
-    They then hold the lock as well, so that a run whose launcher was killed can start again only after they have ended.
+    The launcher's epoch keeps launchers on all hosts apart. On this host the processes of the run also hold the
+    descriptor's lock, so that a run whose launcher was killed can start again only after they have ended.
     """
 
-    def on_wait(holder: int | None) -> None:
-        if holder is None or _is_alive(holder):
-            fact = f"in use by another launcher (process {holder or 'unknown'})"
-            fix = "Stop it first, or choose another directory with --output_dir."
-            raise BadRequest(fact, key="output_dir", value=directory, fix=fix)
-        print(f"headrace: launcher {holder} has ended; waiting for its processes to end", file=sys.stderr)
+    def refuse(holder: object) -> NoReturn:
+        fact = f"in use by another launcher ({holder or 'unknown process'})"
+        fix = "Stop it first, or choose another directory with --output_dir."
+        raise BadRequest(fact, key="output_dir", value=directory, fix=fix)
 
-    with lock(directory / LOCK, on_wait) as descriptor:
-        yield descriptor
+    def wait_for_processes() -> None:
+        lease = newest_lease(directory, LAUNCHER)
+        if lease is None or not (lease.released or is_gone(lease.holder)):
+            refuse(lease and lease.holder)
+        print(f"headrace: launcher {lease.holder.pid} has ended; waiting for its processes to end", file=sys.stderr)
+
+    def watch(holder: Holder | None) -> None:
+        print(f"headrace: waiting up to {LEASE_S:.0f} s to see whether the launcher ({holder}) lives", file=sys.stderr)
+
+    with lock(directory / LOCK, wait_for_processes) as descriptor:
+        try:
+            epoch = take_epoch(directory, LAUNCHER, on_wait=watch)
+        except Held as error:
+            refuse(error.holder)
+        before = os.environ.get(LAUNCHER_VAR)
+        os.environ[LAUNCHER_VAR] = str(epoch.number)
+        try:
+            yield descriptor
+        finally:
+            epoch.release()
+            os.environ.pop(LAUNCHER_VAR)
+            if before is not None:
+                os.environ[LAUNCHER_VAR] = before
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a launcher, or a process that it has started, holds the lock of this run."""
-    return is_held(directory / LOCK)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        pass
-    return True
+    """Whether a launcher on any host, or a process that it has started on this host, holds this run."""
+    return is_locked(directory / LOCK) or is_held(directory, LAUNCHER)
 
 
 def is_run(directory: Path) -> bool:

@@ -27,6 +27,7 @@ import msgspec
 
 from headrace.errors import Failure
 from headrace.safe_text import CONTINUATION, escape_output
+from headrace.transport.files import temporary
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -161,9 +162,9 @@ class Status:
         # Not fsynced: a status is useless after a power loss.
         with self._lock:
             self.current.time = time.time()
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(msgspec.json.encode(_on_wall_clock(self.current)))
-            os.replace(temporary, self.path)
+            draft = temporary(self.path)
+            draft.write_bytes(msgspec.json.encode(_on_wall_clock(self.current)))
+            os.replace(draft, self.path)
 
 
 def _on_wall_clock(status: ProcessStatus) -> ProcessStatus:

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
+from headrace.transport.files import discard
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Entries, FileRecord
 from headrace.transport.rollout_files import dropped_files, write_dropped, write_rollouts
@@ -52,7 +53,7 @@ class Commits:
         self._journal.commit(entries, prepared.step, prepared.files, deleted)
         self._run.batches.announce(prepared.step)
         for path in prepared.outdated:
-            path.unlink()
+            discard(path)
 
     def commit(self, entries: Entries) -> None:
         """Commit outcomes that belong to no batch."""

@@ -35,8 +35,9 @@ from headrace.orchestrator.wiring import (
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.transport.journal import Journal
-from headrace.transport.lock import only_one
+from headrace.transport.epochs import hold_epoch
+from headrace.transport.journal import Journal, take_over
+from headrace.transport.journal_files import delete_journal
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ async def _run(
     renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump(exclude={"pool_size"}))
     async with AsyncExitStack() as stack:
         try:
-            stack.enter_context(only_one(run, "orchestrator"))
-            journal = stack.enter_context(closing(Journal(run.journal)))
+            epoch = stack.enter_context(hold_epoch(run.root, "orchestrator"))
+            run.batches.adopt(epoch.number)
+            journal = stack.enter_context(closing(take_over(run.root, epoch.number)))
             journal.start(settings_digest(config))
             environments = await _load_environments(config, status, stack)
             for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
@@ -143,6 +145,8 @@ def _reconcile(run: RunDir, journal: Journal, status: Status) -> None:
     last, covered = journal.last_step(), run.latest_checkpoint_step()
     newest = max([covered, *run.batches.steps()])
     if last < newest:  # both follow a commit
+        journal.close()
+        delete_journal(journal.path)  # the copy; what it was copied from is to be restored
         what = run.batches.path(newest) if newest > covered else f"a checkpoint of step {covered}"
         older = f", or continue from a checkpoint of step {last} or before with --resume STEP" if last else ""
         raise BadInput(

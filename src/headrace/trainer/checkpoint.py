@@ -43,7 +43,7 @@ from headrace.transport.checkpoint_files import (
     digests_of,
     read_marker,
 )
-from headrace.transport.files import MARKER, STEP, link_tree, sync
+from headrace.transport.files import MARKER, STEP, discard, draft_of, link_tree, move, sync
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,11 @@ class Checkpoints:
         if self._unfinished is not None and not self._unfinished[-1].is_done:
             log.info("training waits until the checkpoint of step %d is written", self._unfinished[0])
         self.finish(wait=True)
-        draft = self.directory / f".{_name(state.step)}.tmp"
+        draft = draft_of(self.directory / _name(state.step))
         if self.ranks.first:
-            (draft / TENSORS).mkdir(parents=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            draft.mkdir()
+            (draft / TENSORS).mkdir()
             write_files(draft / MODEL)
             (draft / STATE).write_bytes(seal(state))
         self.ranks.wait_for_all()
@@ -144,9 +146,8 @@ class Checkpoints:
             # Before the rename: a complete checkpoint is never saved again.
             link_tree(draft, self.directory / PERMANENT / final.name)
         if final.exists():
-            _invalidate(final)
-            shutil.rmtree(final)
-        os.replace(draft, final)
+            discard(final)
+        move(draft, final)
         sync(self.directory)
         for old in complete(self.directory)[: -self.keep_last]:
             _invalidate(old)

@@ -35,7 +35,7 @@ from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tensor_files import local_shards
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
-from headrace.transport.files import MARKER, link_tree, write_directory
+from headrace.transport.files import MARKER, link_tree, share_drafts, write_directory
 
 T = TypeVar("T")
 
@@ -62,6 +62,7 @@ class Learner:
         self.config = config
         self.max_steps, self.seq_len = config.max_steps, config.seq_len
         self.ranks, self._directory = Ranks(), checkpoints
+        share_drafts(self.ranks.gather)
         start = starting_point(checkpoints, resume)
         if start is not None:
             self._check(partial(checkpoint.read_state, start), start)

@@ -11,7 +11,6 @@ purpose: text, which `headrace tokens` adds, and the share of each loss componen
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from headrace.rollout.types import NOT_SAMPLED
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tokens import COMPONENTS, StepTokens, TokenTrace
 from headrace.transport.digests import PARQUET_KEY, seal_parquet
-from headrace.transport.files import draft_of
+from headrace.transport.files import discard
 from headrace.transport.token_exports import HEADER_KEY, ExportHeader, TokenExports, read_header
 
 _NUMBER, _FLAG, _INTEGER, _NAME = pa.float32(), pa.bool_(), pa.int32(), pa.string()
@@ -96,10 +95,7 @@ def delete_sampled_exports(exports: TokenExports, keep: Collection[int]) -> None
     for step in exports.steps():
         part = exports.path(step) / "part-0.parquet"
         if step not in keep and read_header(pq.read_schema(part).metadata, str(part)).sequences is not None:
-            hidden = draft_of(exports.path(step))
-            shutil.rmtree(hidden, ignore_errors=True)
-            exports.path(step).rename(hidden)  # so that a kill does not leave a partial export
-            shutil.rmtree(hidden)
+            discard(exports.path(step))
 
 
 def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float, limit: int | None = None) -> pa.Table:

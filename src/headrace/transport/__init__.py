@@ -3,7 +3,7 @@
     path                          content                                                 module
     config.toml                   the complete run file                                   launch/saved_config.py
     code_folders.json             folders of the user's code, for resuming                launch/own_code.py
-    journal.sqlite                the state of every draw                                 transport/journal.py
+    journal-E.sqlite              the state of every draw; the newest epoch E counts      transport/journal.py
     batches/step-N.safetensors    training batches, orchestrator to trainer               transport/batches.py
     weights/v-INC-STEP/           published weights, trainer to engines                   transport/weights.py
       tensors.json                  manifest of weights that stay in the trainer's memory transport/weights_link.py
@@ -18,7 +18,8 @@
     checkpoints/step-N/           trainer checkpoints                                     trainer/checkpoint.py
     model/                        the final model                                         trainer/model.py
     turns/                        the lock of a device shared by trainer and engine       transport/lock.py
-    .PROCESS.lock                 held by the one process of that name                    transport/lock.py
+    epochs/ROLE/E.json            epochs of launcher, orchestrator, trainer; their leases transport/epochs.py
+    .drafts/ROLE-E-NONCE/         what an epoch writes, before it gets its final name     transport/epochs.py
     status/                       state of each process, for the terminal view            observe/status.py
     metrics.jsonl                 metrics of all processes                                observe/metrics.py
     monitors/                     positions up to which monitors have read                observe/monitors.py

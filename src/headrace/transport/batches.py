@@ -1,12 +1,14 @@
 """Files in the batch format: batches from the orchestrator to the trainer, one per step, and probes.
 
 A batch is prepared (durable, hidden), then recorded in the journal, then announced (renamed). So journal and files
-agree after `recover`, whenever a process was killed.
+agree after `recover`, whenever a process was killed. `adopt` comes before the journal is read: it takes the prepared
+batches from an orchestrator that was only paused, so that it cannot announce what the journal does not have.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.rollout.batch import Batch, BatchSample, DamagedFile, SchemaError, encode_batch, read_batch
@@ -43,27 +45,39 @@ class BatchStore:
 
     def announce(self, step: int) -> Path:
         """Make a prepared batch visible to the trainer."""
-        os.replace(self._prepared_path(step), self.path(step))
-        sync(self.directory)
+        self._announce(self._prepared_path(step), step)
         return self.path(step)
+
+    def _announce(self, prepared: Path, step: int) -> None:
+        os.replace(prepared, self.path(step))
+        sync(self.directory)
+
+    def adopt(self, epoch: int) -> None:
+        """Rename prepared batches of older epochs: no process of those can announce them any more."""
+        for step, path in self._prepared().items():
+            with suppress(FileNotFoundError):  # it has just been announced
+                os.replace(path, self.directory / f".{epoch}.step-{step:08d}.prepared")
 
     def recover(self, committed_through: int) -> None:
         """After a crash: announce prepared batches that the journal has, delete those that it does not have."""
         for unfinished in self.directory.glob("..step-*.tmp"):
             unfinished.unlink()
-        for path in self.directory.glob(f".{STEP}.prepared"):
-            step = int(path.stem.removeprefix(".step-"))
+        for step, path in self._prepared().items():
             if step <= committed_through:
-                self.announce(step)
+                self._announce(path, step)
             else:
                 path.unlink()
+
+    def _prepared(self) -> dict[int, Path]:
+        paths = self.directory.glob(f".*{STEP}.prepared")
+        return {int(path.stem.rpartition("step-")[2]): path for path in paths}
 
     def exists(self, step: int) -> bool:
         return self.path(step).exists()
 
     def is_committed(self, step: int) -> bool:
         """Return whether the batch of a committed step is there, announced or about to be."""
-        return self.exists(step) or self._prepared_path(step).exists() or self.exists(step)
+        return self.exists(step) or step in self._prepared() or self.exists(step)
 
     def read(self, step: int) -> Batch:
         """Read a batch; raises `DamagedFile` if it is not the one that was written for this step."""

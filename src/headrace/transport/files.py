@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import stat
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from headrace.errors import Failure
 from headrace.rollout.batch import DamagedFile
 
 MARKER = "COMPLETE.json"
@@ -16,6 +22,57 @@ MARKER = "COMPLETE.json"
 DIGITS = 8 * "[0-9]"
 STEP = f"step-{DIGITS}"
 """Glob pattern of the files and directories of a step; others' names in the same place are not ours."""
+DISCARD_TIMEOUT_S = 10.0
+_NONCE = uuid.uuid4().hex[:8]
+_drafts: dict[Path, Path] = {}
+"""By run directory: the folder for the drafts of this process's epoch."""
+
+
+class Fenced(Failure):
+    """This process no longer holds its epoch: the file system has refused a write."""
+
+
+def temporary(path: Path) -> Path:
+    """Return a hidden path beside another one that no other process, on any host, uses."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{_NONCE}.tmp")
+
+
+@contextmanager
+def use_drafts(root: Path, drafts: Path) -> Iterator[None]:
+    """Write everything in `root` to the folder `drafts` first. Once that is deleted, nothing more can be written."""
+    _drafts[root.absolute()] = drafts.absolute()
+    try:
+        yield
+    finally:
+        del _drafts[root.absolute()]
+
+
+def share_drafts(gather: Callable[[dict[Path, Path]], list[dict[Path, Path]]]) -> None:
+    """Use the folder of the first rank, which holds the epoch, on all ranks."""
+    _drafts.update(gather(_drafts)[0])
+
+
+def discard_drafts(directory: Path) -> None:
+    """Delete a folder of drafts, also if a process that has been replaced is just writing into it."""
+    deadline = time.monotonic() + DISCARD_TIMEOUT_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            os.rmdir(directory)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or time.monotonic() > deadline:
+                raise
+        else:
+            return
+
+
+def refresh(directory: Path) -> None:
+    """Make this host forget what it has cached of a directory: a change of its own makes a client of NFS look again."""
+    path = temporary(directory / "refresh")
+    path.touch()
+    path.unlink()
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -24,15 +81,15 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
     `mode` is the file mode before the umask, from the first byte on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = _fenced_draft(path) or temporary(path)
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with _fenced(path), open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        move(draft, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
@@ -42,27 +99,73 @@ def write_directory(final: Path, fill: Callable[[Path], object], *, durable: boo
 
     `durable` fsyncs every file before, so that the content survives a power loss, not only a kill.
     """
-    draft, replaced = draft_of(final), final.with_name(f".{final.name}.old")
-    for leftover in (draft, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft = draft_of(final)
+    shutil.rmtree(draft, ignore_errors=True)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with _fenced(final):
+        draft.mkdir()
     try:
         fill(draft)
         for path in (*draft.rglob("*"), draft) if durable else ():
             sync(path)
         if final.exists():
-            os.replace(final, replaced)
-        os.replace(draft, final)
+            discard(final)
+        move(draft, final)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def draft_of(final: Path) -> Path:
-    """Return the hidden path that `write_directory` fills before the rename."""
-    return final.with_name(f".{final.name}.tmp")
+    """Return the path where a directory is written before it is renamed to `final`.
+
+    It is in the folder of this process's epoch if it has one (`epochs`), else beside `final`.
+    """
+    return _fenced_draft(final) or final.with_name(f".{final.name}.tmp")
+
+
+def _fenced_draft(final: Path, end: str = "tmp") -> Path | None:
+    absolute = final.absolute()
+    for root, drafts in _drafts.items():
+        if absolute.is_relative_to(root):
+            parts = absolute.relative_to(root).parts
+            # Beyond a link to another disk no draft of this one can be renamed.
+            if not any(root.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts))):
+                return drafts / f"{'.'.join(parts)}.{end}"
+    return None
+
+
+def move(draft: Path, final: Path) -> None:
+    """Rename a draft to its final name. Raises `Fenced` if another process has taken over."""
+    with _fenced(final):
+        os.replace(draft, final)
+
+
+def discard(path: Path) -> None:
+    """Delete a file or directory that has its final name, if this process may write: a rename, which is atomic, first.
+
+    So a directory that is deleted in part is never seen.
+    """
+    old = _fenced_draft(path, "old") or path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    move(path, old)
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink()
+
+
+@contextmanager
+def _fenced(final: Path) -> Iterator[None]:
+    """Explain why a draft of this process cannot be written."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        draft = _fenced_draft(final)
+        if draft is not None and not draft.parent.exists():
+            raise Fenced(f"{final} was not written: another process has taken over from this one") from error
+        raise
 
 
 def link_tree(source: Path, target: Path, without: str | None = None) -> None:

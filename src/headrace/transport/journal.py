@@ -17,12 +17,14 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 
 from headrace.errors import BadInput
 from headrace.rollout.fingerprint import Fingerprint
+from headrace.transport.files import draft_of, move, sync
 from headrace.transport.journal_entries import (
     GROUP_FAILED,
     NO_FAILURE,
@@ -35,6 +37,13 @@ from headrace.transport.journal_entries import (
     Lesson,
     Outcome,
     Totals,
+)
+from headrace.transport.journal_files import (
+    copy_journal,
+    delete_journal,
+    is_shared_between_hosts,
+    journal_of,
+    journals,
 )
 from headrace.transport.journal_schema import (
     JOURNAL_SCHEMA,
@@ -54,7 +63,6 @@ _NO_DAMAGE = {
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
 }  # fmt: skip
 """Errors of SQLite whose cause is not the content of the file."""
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
 
 
 class Journal:
@@ -62,6 +70,8 @@ class Journal:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
+        self._copy: TemporaryDirectory[str] | None = None
+        """Of a journal that another host may write."""
         self.epoch = 0
         """Number of the orchestrator process that writes, or that has last written."""
         with _reporting_damage(path):
@@ -72,8 +82,13 @@ class Journal:
                 self._open_for_writing()
 
     def _open_for_reading(self) -> None:
-        options = "mode=ro&immutable=1" if is_at_rest(self.path) else "mode=ro"
-        self._file = self._db = sqlite3.connect(f"{self.path.absolute().as_uri()}?{options}", uri=True)
+        path = self.path
+        if is_shared_between_hosts(path.parent):
+            self._copy = TemporaryDirectory(prefix="headrace-journal-")
+            path = Path(self._copy.name) / path.name
+            copy_journal(self.path, path)
+        options = "mode=ro&immutable=1" if is_at_rest(path) else "mode=ro"
+        self._file = self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
         version = check_version(self._file, self.path)
         if version == 0:
             raise BadInput(
@@ -91,12 +106,14 @@ class Journal:
     def _open_for_writing(self) -> None:
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
+        shared = is_shared_between_hosts(path.parent)
+        address = f"{path.absolute().as_uri()}{'?vfs=unix-none' * shared}"
         # The orchestrator calls from worker threads, one at a time.
-        self._file = self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        network = network_file_system(path.parent)
-        wanted = "DELETE" if network else "WAL"  # a write-ahead log needs shared memory between its readers
-        mode = self._db.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0]
-        log.info("journal: %s, SQLite journal mode %s%s", path, mode, f" (file system: {network})" if network else "")
+        self._file = self._db = sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
+        if shared:
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # the index of the log is in memory, not in a file
+        mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        log.info("journal: %s, SQLite journal mode %s%s", path, mode, ", between hosts" if shared else "")
         self._db.execute("PRAGMA synchronous=FULL")
         if check_version(self._db, path):
             self.refuse_damage()
@@ -107,6 +124,8 @@ class Journal:
     def close(self) -> None:
         self._db.close()
         self._file.close()
+        if self._copy is not None:
+            self._copy.cleanup()
 
     def find_damage(self) -> list[str]:
         """Return a sentence for each damage of the database file, found by SQLite or by the checksums of its rows."""
@@ -404,18 +423,31 @@ def fork(source: Path, target: Path, step: int) -> None:
         journal._db.execute("DELETE FROM files")  # they stay with the source
 
 
-def network_file_system(directory: Path) -> str | None:
-    """Return the type of file system of a directory if it is a network file system."""
-    table = Path("/proc/self/mountinfo")
-    if not table.exists():
-        return None
-    resolved, best = directory.resolve(), (0, "")
-    for line in table.read_text().splitlines():
-        fields, _, source = line.partition(" - ")
-        mount_point, kind = Path(fields.split()[4]), source.split()[0]
-        if resolved.is_relative_to(mount_point):
-            best = max(best, (len(mount_point.parts), kind))
-    return best[1] if best[1].startswith(_NETWORK_FILE_SYSTEMS) else None
+def take_over(root: Path, epoch: int) -> Journal:
+    """Open the journal of a new epoch for writing: a copy of the newest one. That is kept; older ones are deleted.
+
+    The caller holds the epoch, so that the batches in the copy are all that older epochs can ever announce.
+    """
+    older, target = journals(root), journal_of(root, epoch)
+    if older:
+        *outdated, newest = older.values()
+        draft = draft_of(target)
+        check_log(newest)
+        copy_journal(newest, draft)
+        try:
+            with closing(Journal(draft, read_only=True)) as copy:
+                copy.refuse_damage()
+        except BadInput as error:
+            error.file = newest
+            raise
+        with closing(sqlite3.connect(draft)) as copy:  # one file, which is renamed
+            copy.execute("PRAGMA journal_mode=DELETE")
+        sync(draft)
+        move(draft, target)
+        sync(root)
+        for path in outdated:
+            delete_journal(path)
+    return Journal(target)
 
 
 @contextmanager

@@ -1,27 +1,27 @@
-"""File locks (flock), which the kernel releases when the processes that hold them end."""
+"""File locks (flock) between processes of one host, which the kernel releases when those that hold them end."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.errors import BadInput
-from headrace.transport.run_dir import RunDir
-
 POLL_S = 0.004
 """Interval between two attempts to acquire the lock, and between two polls of an idle engine."""
 ALL_MEMORY = "all"
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of network file systems that have no locks; leases keep the processes of several hosts apart."""
 
 
 @contextmanager
-def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
-    """Hold the lock file, waiting for it if necessary.
+def lock(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
+    """Hold the lock file, waiting for it if necessary; on a file system without locks, do not.
 
-    Before waiting, `on_wait` is called with the id of the process that holds the lock, None if unknown; it may raise.
-    Yields the descriptor that holds the lock: processes that inherit it hold it too, until the last of them ends.
+    Before waiting, `on_wait` is called; it may raise. Yields the descriptor that holds the lock: processes that inherit
+    it hold it too, until the last of them ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -29,28 +29,17 @@ def lock(path: Path, on_wait: Callable[[int | None], None]) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = path.read_text()
-            on_wait(int(holder) if holder.isdecimal() else None)
+            on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-@contextmanager
-def only_one(run: RunDir, process: str) -> Iterator[None]:
-    """Refuse a second process of this name in a run: it would overwrite the files of the first."""
-
-    def refuse(_: int | None) -> None:
-        raise BadInput(f"another {process} is running in it", key="RUN", value=run.root, fix="Stop that one first.")
-
-    with lock(run.root / f".{process}.lock", refuse):
-        yield
-
-
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process holds the lock file."""
     if not path.is_file():
         return False
@@ -59,6 +48,9 @@ def is_held(path: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
     finally:
         os.close(descriptor)
     return False

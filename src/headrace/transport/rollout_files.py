@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -40,7 +39,7 @@ from headrace.rollout.digest import NO_DIGEST
 from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import KNOWN_STREAMS, TOKEN_ARRAYS, TRUNCATED, Rollout, RolloutError, Sample, Turn
 from headrace.transport.digests import PARQUET_KEY, check_parquet, seal_parquet
-from headrace.transport.files import sync
+from headrace.transport.files import draft_of, move, sync
 from headrace.transport.run_dir import RolloutKind
 
 log = logging.getLogger(__name__)
@@ -160,16 +159,17 @@ def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
     """Open a writer whose file replaces `path` once it is complete, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.stem.partition("-")[0]
-    for leftover in path.parent.glob(f"{kind}-*.tmp"):  # left by a killed process
-        leftover.unlink()
-    temporary = path.with_suffix(".tmp")
+    for pattern in (f"{kind}-*.tmp", f".{kind}-*.tmp"):  # left by a killed process
+        for leftover in path.parent.glob(pattern):
+            leftover.unlink()
+    draft = draft_of(path)
     # No dictionaries: logprobs have as many values as tokens, and zstd alone is faster and smaller.
-    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as writer:
+    with pq.ParquetWriter(draft, SCHEMA, compression="zstd", use_dictionary=False) as writer:
         yield writer
         writer.add_key_value_metadata({PARQUET_KEY: NO_DIGEST})
-    seal_parquet(temporary)
-    sync(temporary)
-    os.replace(temporary, path)
+    seal_parquet(draft)
+    sync(draft)
+    move(draft, path)
     sync(path.parent)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.transport.batches import BatchStore, ProbeStore
 from headrace.transport.files import DIGITS, MARKER, STEP
+from headrace.transport.journal_files import newest_journal
 from headrace.transport.token_exports import TokenExports
 from headrace.transport.weights import WeightStore
 
@@ -27,7 +28,6 @@ class RunDir:
         self.endpoints = root / "endpoints"
         self.driver = root / "driver.json"
         self.device_lock = root / "turns"
-        self.journal = root / "journal.sqlite"
         self.summary = root / "summary.md"
         self.plot = root / "reward.svg"
         self.final_model = root / "model"
@@ -36,6 +36,11 @@ class RunDir:
         self.weights = WeightStore(root / "weights")
         self.probes = ProbeStore(root / "probes")
         self.tokens = TokenExports(root / "tokens")
+
+    @property
+    def journal(self) -> Path:
+        """The newest journal, which need not exist."""
+        return newest_journal(self.root)
 
     def latest_checkpoint_step(self) -> int:
         """Return the step of the newest complete checkpoint; 0 if there is none."""

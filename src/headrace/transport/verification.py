@@ -15,9 +15,11 @@ from headrace.errors import BadInput
 from headrace.rollout.batch import DamagedFile, read_batch
 from headrace.transport.checkpoint_files import check_checkpoint
 from headrace.transport.digests import DIGESTS, check_directory, check_file, check_parquet, check_sealed
+from headrace.transport.epochs import EPOCHS
 from headrace.transport.files import MARKER, check_regular
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import FileRecord
+from headrace.transport.journal_files import journals
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import ACKNOWLEDGED, checksum, read_marker
 
@@ -63,12 +65,15 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
         yield journal, ""
         if journal == run.journal:  # which reads these files, too
             yield from ((run.journal.with_name(f"{run.journal.name}{end}"), "") for end in ("-wal", "-shm"))
+        for path in list(journals(run.root).values())[:-1]:
+            yield _read_journal(path)[0], "It is a copy from before the last start: the run does not need it."
     if run.config.is_file():
         try:
             yield run.config if check_config(run.config) else None, ""
         except BadInput as error:
             yield error, ""
-    for path in (run.code_folders, run.weights.directory / ACKNOWLEDGED, *sorted(run.endpoints.glob("*.json"))):
+    sealed = (run.code_folders, run.weights.directory / ACKNOWLEDGED, *sorted(run.endpoints.glob("*.json")))
+    for path in (*sealed, *sorted((run.root / EPOCHS).glob("*/*.json"))):
         if path.is_file():
             yield check_sealed(path), "Start the run with its run file and --resume: it is written again."
     yield from _batches(run, recorded)

@@ -15,7 +15,7 @@ _replace = os.replace
 
 def _slow_replace(source, target, **options):
     name = os.path.basename(os.fspath(source))
-    if name.endswith(".prepared") or (name.startswith((".step-", ".v-")) and os.path.isdir(source)):
+    if name.endswith(".prepared") or (name.startswith(("checkpoints.step-", "weights.v-")) and os.path.isdir(source)):
         time.sleep(LENGTH)
     _replace(source, target, **options)
     if os.fspath(target).endswith(".prepared"):

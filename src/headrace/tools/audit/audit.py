@@ -22,7 +22,7 @@ from headrace.transport.run_dir import RolloutKind, RunDir
 def audit_run(run: RunDir) -> Report:
     """Audit an RL run; raise `BadInput` if its journal cannot be read at all."""
     if not run.journal.is_file():
-        raise BadInput("no journal.sqlite in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
+        raise BadInput("no journal in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
     with closing(Journal(run.journal, read_only=True)) as journal:
         if damage := journal.find_damage():
             return Report({}, damage, ["everything else: the journal is damaged"])

@@ -22,6 +22,7 @@ from headrace.tools.hub.layout import (
     BASE,
     CARD,
     CONFIG,
+    JOURNAL,
     METRICS,
     RUN,
     Kind,
@@ -129,8 +130,10 @@ def _resume_state(run: RunDir) -> dict[str, Content]:
     if run.journal.with_name(f"{run.journal.name}-wal").exists():  # left by a killed orchestrator
         with closing(sqlite3.connect(run.journal)) as database:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    journal = [PurePosixPath(run.journal.name)] if run.journal.is_file() else []
-    return {path_in_repo(path): run.root / path for path in (*_parts_in(run.root, ["batches"]), *journal)}
+    files: dict[str, Content] = {path_in_repo(path): run.root / path for path in _parts_in(run.root, ["batches"])}
+    if run.journal.is_file():
+        files[path_in_repo(PurePosixPath(JOURNAL))] = run.journal
+    return files
 
 
 def _parts_in(directory: Path, folders: Sequence[str]) -> Iterator[PurePosixPath]:

@@ -20,6 +20,7 @@ from headrace.tools.hub.layout import (
     BASE,
     CARD,
     CONFIG,
+    JOURNAL,
     MANIFEST,
     RUN,
     Manifest,
@@ -29,6 +30,7 @@ from headrace.tools.hub.layout import (
 )
 from headrace.tools.hub.repository import Checksum, Content, HubFailure, Repository, Snapshot, git_hash_of, size_of
 from headrace.transport.files import draft_of, write_atomically
+from headrace.transport.journal_files import newest_journal
 
 UNLISTED = frozenset({".gitattributes", CARD, MANIFEST})
 INITIAL_FILES = frozenset({".gitattributes", CARD, "LICENSE"})
@@ -178,7 +180,12 @@ def _targets(remote: Snapshot, manifest: Manifest | None, target: Path) -> dict[
     """Return the local path of each file to download. Of a run, only its known parts are downloaded."""
     if manifest is not None and manifest.kind == "run":
         inner = {path: path_in_run(path) for path in remote.files if path in manifest.files}
-        return {path: target / place for path, place in inner.items() if place is not None}
+        journal = newest_journal(target)
+        return {
+            path: journal if place == PurePosixPath(JOURNAL) else target / place
+            for path, place in inner.items()
+            if place is not None
+        }
     for path in remote.files:
         if path.startswith("/") or ".." in PurePosixPath(path).parts:
             raise BadInput("a file of that name could be written anywhere; nothing is pulled", file=path)

@@ -1,0 +1,229 @@
+"""Epochs: each start of a part of a run (launcher, orchestrator, trainer) has a number, and only the newest may write.
+
+An epoch is taken by exclusive creation of `epochs/ROLE/E.json`, which is atomic on network file systems, too. The file
+is also the lease. A process that was paused (SIGSTOP, a cut network) and continues after another has taken over must
+not change the run, and a check before each write would leave a gap between the two. So the file system refuses:
+
+- Everything that gets a final name is a draft in `.drafts/ROLE-E-NONCE/` first, and is renamed (`files.draft_of`). A
+  process that takes an epoch deletes the drafts of the older ones before anything else. From then on their renames
+  fail: the source does not exist, whatever a host has cached. What they had renamed before counts.
+- The journal is written in place, so its path has the epoch: `journal-E.sqlite` (`journal_files`).
+
+The holder looks every second whether a newer epoch exists, and then exits. Left out on purpose: metrics and status
+files, which an older process may still write until then; no process depends on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.errors import FENCED, BadInput, Failure
+from headrace.rollout.batch import SchemaError, decode_versioned
+from headrace.rollout.digest import seal
+from headrace.transport.files import discard_drafts, refresh, temporary, use_drafts
+from headrace.transport.lease import RENEWAL_S, Holder, Lease, Observer, Verdict, is_gone, this_process
+
+log = logging.getLogger(__name__)
+
+EPOCHS, DRAFTS = "epochs", ".drafts"
+LAUNCHER_VAR = "HEADRACE_LAUNCHER_EPOCH"
+"""The launcher's epoch, in the environment of the processes that it starts. They take over without waiting for a lease
+to expire: the launcher has decided that their predecessors have ended."""
+POLL_S = 0.1
+
+
+OnFenced = Callable[[str], None]
+"""Called with a message when another process has taken over."""
+
+
+class Held(Failure):
+    """Another process holds the role."""
+
+    def __init__(self, holder: Holder | None) -> None:
+        super().__init__(f"held by {holder or 'another process'}")
+        self.holder = holder
+
+
+class Epoch:
+    """An epoch that this process has taken; a thread renews its lease until `release`."""
+
+    def __init__(self, drafts: Path, directory: Path, number: int, lease: Lease, on_fenced: OnFenced) -> None:
+        self.drafts, self.number = drafts, number
+        self._directory, self._lease, self._on_fenced = directory, lease, on_fenced
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"lease-{directory.name}", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEWAL_S):
+            try:
+                newest = max(numbers(self._directory), default=0)
+                if newest > self.number:
+                    lease = read_lease(self._directory, newest)
+                    self._on_fenced(
+                        f"epoch {self.number} of the {self._directory.name} has ended: "
+                        f"{lease.holder if lease else 'another process'} has taken over as epoch {newest}. This "
+                        "process was paused or cut off for too long; it writes nothing more"
+                    )
+                    return
+                self.renew()
+            except OSError as error:  # of a network file system, for a moment; if it lasts, another one may take over
+                log.warning("the lease of the %s could not be renewed: %s", self._directory.name, error)
+
+    def renew(self, *, released: bool = False) -> None:
+        self._lease.counter += 1
+        self._lease.released = released
+        _write_lease(self._directory, self.number, self._lease)
+
+    def release(self) -> None:
+        """End the lease, so that a successor need not wait for it to expire."""
+        self._released.set()
+        self._thread.join()
+        with suppress(FileNotFoundError):  # the run directory was deleted
+            self.renew(released=True)
+        shutil.rmtree(self.drafts, ignore_errors=True)
+
+
+def take_epoch(
+    root: Path,
+    role: str,
+    *,
+    take_over: bool = False,
+    on_wait: Callable[[Holder | None], None] = lambda _: None,
+    on_fenced: OnFenced | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Epoch:
+    """Take the next epoch of a role; then no process of an older one can write. Raises `Held` if its holder lives.
+
+    With `take_over` a living holder is replaced. `on_wait` is called once if it takes a while to find out.
+    """
+    directory = root / EPOCHS / role
+    directory.mkdir(parents=True, exist_ok=True)
+    refresh(directory)
+    observer, newest, waits = Observer(is_gone), 0, False
+    while True:
+        newest = max(newest, *numbers(directory), 0)
+        lease = read_lease(directory, newest) if newest else None
+        verdict = Verdict.FREE if take_over or not newest else observer.judge(newest, lease, clock())
+        if verdict is Verdict.HELD:
+            raise Held(lease.holder if lease else None)
+        if verdict is Verdict.FREE:
+            if epoch := _try_to_take(root, role, newest + 1, on_fenced or _exit):
+                return epoch
+            newest += 1  # another process was faster, and a listing may not show it yet
+            continue
+        if not waits:
+            waits = True
+            on_wait(lease.holder if lease else None)
+        sleep(POLL_S)
+
+
+def _try_to_take(root: Path, role: str, number: int, on_fenced: OnFenced) -> Epoch | None:
+    """Take an epoch and end the older ones; None if it is taken."""
+    directory, lease = root / EPOCHS / role, Lease(this_process())
+    # Before the epoch is taken: a later one deletes what exists then. It is never created again.
+    drafts = root / DRAFTS / f"{role}-{number}-{lease.holder.nonce}"
+    drafts.mkdir(parents=True)
+    try:
+        _create_lease(directory, number, lease)
+    except FileExistsError:
+        drafts.rmdir()
+        return None
+    for path in drafts.parent.glob(f"{role}-*-*"):
+        if int(path.name.split("-")[1]) < number:
+            discard_drafts(path)
+    return Epoch(drafts, directory, number, lease, on_fenced)
+
+
+@contextmanager
+def hold_epoch(root: Path, role: str) -> Iterator[Epoch]:
+    """Hold an epoch of a role; refuse if another process holds it. What this process writes in `root` is fenced."""
+    launcher = os.environ.get(LAUNCHER_VAR)
+    newest = max(numbers(root / EPOCHS / "launcher"), default=0)
+    if launcher is not None and int(launcher) < newest:
+        fact = f"its launcher (epoch {launcher}) was replaced by another one (epoch {newest})"
+        raise BadInput(fact, key="RUN", value=root, fix="Stop this one.")
+
+    def notify(holder: Holder | None) -> None:
+        log.info(
+            "waiting: %s was the %s of this run; does it still renew its lease?", holder or "another process", role
+        )
+
+    try:
+        epoch = take_epoch(root, role, take_over=launcher is not None, on_wait=notify)
+    except Held as error:
+        fact = f"another {role} is running in it ({error.holder or 'unknown'})"
+        raise BadInput(fact, key="RUN", value=root, fix="Stop that one first.") from error
+    try:
+        with use_drafts(root, epoch.drafts):
+            yield epoch
+    finally:
+        epoch.release()
+
+
+def newest_lease(root: Path, role: str) -> Lease | None:
+    directory = root / EPOCHS / role
+    newest = max(numbers(directory), default=0)
+    return read_lease(directory, newest) if newest else None
+
+
+def is_held(root: Path, role: str) -> bool:
+    """Whether a process holds the role: at once if that is known, else after watching its lease."""
+    directory, observer = root / EPOCHS / role, Observer(is_gone)
+    while newest := max(numbers(directory), default=0):
+        verdict = observer.judge(newest, read_lease(directory, newest), time.monotonic())
+        if verdict is not Verdict.UNKNOWN:
+            return verdict is Verdict.HELD
+        time.sleep(POLL_S)
+    return False
+
+
+def numbers(directory: Path) -> list[int]:
+    """Return the epochs whose files a listing shows."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return [int(stem) for stem, end in map(os.path.splitext, names) if end == ".json" and stem.isdecimal()]
+
+
+def read_lease(directory: Path, number: int) -> Lease | None:
+    """Return a lease; None while it is being created, or if it is damaged or was deleted."""
+    path = directory / f"{number}.json"
+    try:
+        return decode_versioned(path.read_bytes(), Lease, str(path))
+    except (FileNotFoundError, SchemaError, BadInput):
+        return None
+
+
+def _create_lease(directory: Path, number: int, lease: Lease) -> None:
+    descriptor = os.open(directory / f"{number}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.write(descriptor, seal(lease))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_lease(directory: Path, number: int, lease: Lease) -> None:
+    """Replace a lease. Not fsynced: after a power loss its holder is gone."""
+    path = directory / f"{number}.json"
+    draft = temporary(path)
+    draft.write_bytes(seal(lease))
+    os.replace(draft, path)
+
+
+def _exit(message: str) -> NoReturn:
+    """End this process at once: what it would do in an orderly shutdown is for its successor to do."""
+    log.critical("%s", message)
+    logging.shutdown()
+    os._exit(FENCED)

@@ -1,0 +1,91 @@
+"""The files of the journal: `journal-E.sqlite`, one for each epoch of the orchestrator; the newest one counts.
+
+SQLite writes in place, so an orchestrator that was paused and replaced goes on writing to its own file, which is not
+read any more. Its successor begins with a copy. `journal.sqlite`, of older versions and of copied runs, is epoch 0.
+
+Between hosts neither locks nor shared memory can be relied on. There the only writer of a file keeps its write-ahead
+log without either (SQLite's VFS `unix-none`, in exclusive mode), and readers read a copy (`copy_journal`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from headrace.transport.journal_schema import log_of
+
+FIRST_JOURNAL = "journal.sqlite"
+LOG_HEADER_BYTES = 32
+HOSTS_VAR = "HEADRACE_HOSTS"
+"""The number of hosts that take part in the run, in the environment of its processes; 1 if it is not set."""
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
+
+
+def journals(root: Path) -> dict[int, Path]:
+    """Return the journals of a run by epoch, oldest first."""
+    names = os.listdir(root) if root.is_dir() else []
+    epochs = {
+        int(found[1] or 0): name for name in names if (found := re.fullmatch(r"journal(?:-(\d+))?\.sqlite", name))
+    }
+    return {epoch: root / epochs[epoch] for epoch in sorted(epochs)}
+
+
+def newest_journal(root: Path) -> Path:
+    """Return the newest journal of a run; if there is none, a path that does not exist."""
+    return max(journals(root).items(), default=(0, root / FIRST_JOURNAL))[1]
+
+
+def journal_of(root: Path, epoch: int) -> Path:
+    return root / f"journal-{epoch}.sqlite"
+
+
+def delete_journal(path: Path) -> None:
+    for end in ("", "-wal", "-shm", "-journal"):
+        path.with_name(f"{path.name}{end}").unlink(missing_ok=True)
+
+
+def copy_journal(source: Path, target: Path) -> None:
+    """Copy a journal and its log without locks, also while a process on another host writes it.
+
+    SQLite appends to the log, and copies pages from it to the database without changing the log. So a database and the
+    log that was copied after it are consistent, unless the log began again in between: then its header has changed.
+    """
+    while True:
+        header = _log_header(source)
+        shutil.copyfile(source, target)
+        for end in ("-wal", "-journal"):
+            part = source.with_name(f"{source.name}{end}")
+            if part.exists():
+                shutil.copyfile(part, target.with_name(f"{target.name}{end}"))
+            else:
+                target.with_name(f"{target.name}{end}").unlink(missing_ok=True)
+        if header == _log_header(source):
+            return
+
+
+def _log_header(path: Path) -> bytes:
+    try:
+        with open(log_of(path), "rb") as file:
+            return file.read(LOG_HEADER_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def is_shared_between_hosts(directory: Path) -> bool:
+    return int(os.environ.get(HOSTS_VAR, "1")) > 1 or network_file_system(directory) is not None
+
+
+def network_file_system(directory: Path) -> str | None:
+    """Return the type of file system of a directory if it is a network file system."""
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        return None
+    resolved, best = directory.resolve(), (0, "")
+    for line in table.read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        mount_point, kind = Path(fields.split()[4]), source.split()[0]
+        if resolved.is_relative_to(mount_point):
+            best = max(best, (len(mount_point.parts), kind))
+    return best[1] if best[1].startswith(_NETWORK_FILE_SYSTEMS) or best[1] == "fuse" else None
