@@ -30,7 +30,7 @@ from headrace.inference.server.request_bodies import TokenizeRequest, unsupporte
 from headrace.observe.status import read_status
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer, TokenizerError
-from headrace.transport.endpoint import read_endpoint
+from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 from tests.inference.plain_forward import plain_logprobs
 from tests.inference.serving import connect, served
@@ -57,8 +57,7 @@ async def client(served_run: RunDir) -> AsyncIterator[EngineClient]:
 
 @pytest_asyncio.fixture
 async def http(client: EngineClient, served_run: RunDir) -> AsyncIterator[aiohttp.ClientSession]:
-    endpoint = read_endpoint(served_run.endpoints / "inference.json")
-    assert endpoint is not None
+    (endpoint,) = read_endpoints(served_run.endpoints).values()
     async with aiohttp.ClientSession(
         endpoint.url, headers={"Authorization": f"Bearer {endpoint.admin_key}"}
     ) as session:

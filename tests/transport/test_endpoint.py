@@ -9,7 +9,15 @@ import pytest
 
 from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, SchemaError
-from headrace.transport.endpoint import Endpoint, read_endpoint, read_endpoints, withdraw_endpoint, write_endpoint
+from headrace.transport.endpoint import (
+    Endpoint,
+    new_endpoint_path,
+    read_endpoint,
+    read_endpoints,
+    withdraw_endpoint,
+    withdraw_endpoints,
+    write_endpoint,
+)
 from tests.refusals import refused
 
 
@@ -68,11 +76,19 @@ def test_every_server_of_a_run_is_found_by_its_name(tmp_path: Path):
     assert read_endpoints(tmp_path) == {"inference": first, "inference-1": second}
 
 
-def test_an_endpoint_is_withdrawn_by_its_own_process_alone(tmp_path: Path):
-    path = tmp_path / "inference.json"
-    write_endpoint(path, Endpoint("http://127.0.0.1:8000", 17))
-    withdraw_endpoint(path, 18)
-    assert path.exists()
-    withdraw_endpoint(path, 17)
-    assert not path.exists()
-    withdraw_endpoint(path, 17)
+def test_every_start_of_a_server_has_an_endpoint_of_its_own_and_a_server_withdraws_only_that(tmp_path: Path):
+    old, new, other = (new_endpoint_path(tmp_path, name) for name in ("inference", "inference", "inference-1"))
+    for path in (old, new, other):
+        write_endpoint(path, Endpoint("http://127.0.0.1:8000", 17))
+    withdraw_endpoint(old)
+    withdraw_endpoint(old)
+    assert set(read_endpoints(tmp_path)) == {new.stem, other.stem}
+
+
+def test_all_endpoints_of_a_dead_server_are_withdrawn(tmp_path: Path):
+    other = new_endpoint_path(tmp_path, "inference-1")
+    ours = [new_endpoint_path(tmp_path, "inference"), new_endpoint_path(tmp_path, "inference")]
+    for path in (tmp_path / "inference.json", *ours, other):
+        write_endpoint(path, Endpoint("http://127.0.0.1:8000", 17))
+    withdraw_endpoints(tmp_path, "inference")
+    assert set(read_endpoints(tmp_path)) == {other.stem}

@@ -32,6 +32,7 @@ from headrace.observe.status import Status, is_up, setup_logging
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
 from headrace.text.hub import model_directory
+from headrace.transport.announcements import announcements
 from headrace.transport.epochs import hold_epoch
 from headrace.transport.run_dir import RunDir
 
@@ -49,7 +50,7 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
     setup_logging(f"rank {rank}" if rank else "")
     stop_with_launcher()
     add_code_folders_of(run)
-    with naming_run(run.root):
+    with naming_run(run.root), announcements(run.root):
         status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
         try:
             yield status

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.launch.hosts.base import HostProcess
 from headrace.observe.status import ObservedStatus
 from headrace.observe.terminal import View
-from headrace.transport.endpoint import withdraw_endpoint
+from headrace.transport.endpoint import withdraw_endpoints
 from headrace.transport.run_dir import RunDir
 
 MIN_DRAIN_S = 5.0
@@ -36,7 +36,7 @@ class Draining:
         return [leaving.process for leaving in self._leaving]
 
     def add(self, process: HostProcess, now: float) -> None:
-        withdraw_endpoint(self._run.endpoints / f"{process.name}.json", process.pid)
+        withdraw_endpoints(self._run.endpoints, process.name)
         self._leaving.append(Leaving(process, now))
 
     def advance(self, now: float, statuses: Mapping[str, ObservedStatus]) -> None:
@@ -66,4 +66,4 @@ def remove_traces(run: RunDir, process: HostProcess) -> None:
     ranks = (run.status / "ranks").glob(f"{process.name}-*.json")
     for status in (run.status / f"{process.name}.json", *ranks):
         status.unlink(missing_ok=True)
-    withdraw_endpoint(run.endpoints / f"{process.name}.json", process.pid)
+    withdraw_endpoints(run.endpoints, process.name)

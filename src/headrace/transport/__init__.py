@@ -10,7 +10,7 @@
       adapter_config.json           of a published LoRA adapter                           transport/adapter.py
     weights/acknowledged.json     the version that all engines sample from                transport/weights.py
     probes/v-INC-STEP.safetensors sequences with trainer logprobs, to measure drift       transport/batches.py
-    endpoints/NAME.json           addresses and keys of inference servers                 transport/endpoint.py
+    endpoints/NAME.NONCE.json     addresses and keys of inference servers                 transport/endpoint.py
     driver.json                   address and key of the run's driver, while it runs      launch/driver.py
     .canary-NONCE/                proof that the hosts share the directory, likewise      transport/shared_directory.py
     rollouts/step-N.parquet       rollouts of a step, also eval-step-N.parquet            transport/rollout_files.py

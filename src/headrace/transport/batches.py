@@ -7,6 +7,7 @@ batches from an orchestrator that was only paused, so that it cannot announce wh
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from headrace.rollout.batch import Batch, BatchSample, DamagedFile, SchemaError,
 from headrace.rollout.digest import digest_of
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
+from headrace.transport.announcements import announce, names
 from headrace.transport.files import STEP, check_regular, sync, write_atomically
 from headrace.transport.journal_entries import FileRecord
 
@@ -51,6 +53,7 @@ class BatchStore:
     def _announce(self, prepared: Path, step: int) -> None:
         os.replace(prepared, self.path(step))
         sync(self.directory)
+        announce(self.path(step))
 
     def adopt(self, epoch: int) -> None:
         """Rename prepared batches of older epochs: no process of those can announce them any more."""
@@ -73,7 +76,7 @@ class BatchStore:
         return {int(path.stem.rpartition("step-")[2]): path for path in paths}
 
     def exists(self, step: int) -> bool:
-        return self.path(step).exists()
+        return self.path(step).name in names(self.directory)
 
     def is_committed(self, step: int) -> bool:
         """Return whether the batch of a committed step is there, announced or about to be."""
@@ -97,7 +100,8 @@ class BatchStore:
 
     def steps(self) -> list[int]:
         """Return the steps on disk, in order."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.directory.glob(f"{STEP}.safetensors"))
+        found = fnmatch.filter(names(self.directory), f"{STEP}.safetensors")
+        return sorted(int(name.removeprefix("step-").partition(".")[0]) for name in found)
 
     def delete_through(self, step: int) -> None:
         """Delete batches that a complete checkpoint of `step` covers."""

@@ -1,10 +1,13 @@
-"""Addresses of a run's inference servers: one file per server, written when it listens, read by its clients.
+"""Addresses of a run's inference servers: one file per start of a server, written when it listens, read by its clients.
 
-The file contains the server's API keys, so only its owner may read it.
+A restarted server has a new file, `NAME.NONCE.json`, so that clients on other hosts see a new name in the directory,
+not a change of a file that they may have cached. The file contains the server's API keys: only its owner may read it.
 """
 
 from __future__ import annotations
 
+import uuid
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.digest import seal
+from headrace.transport.announcements import announce, names, withdraw
 from headrace.transport.files import write_atomically
 
 
@@ -29,21 +33,32 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"Endpoint({self.url!r}, {self.pid})"
 
 
+def new_endpoint_path(directory: Path, server: str) -> Path:
+    return directory / f"{server}.{uuid.uuid4().hex[:8]}.json"
+
+
 def write_endpoint(path: Path, endpoint: Endpoint) -> None:
     write_atomically(path, seal(endpoint), mode=0o600)
+    announce(path)
 
 
 def read_endpoints(directory: Path) -> dict[str, Endpoint]:
-    """Return the endpoints of all listening servers by name."""
-    endpoints = {path.stem: read_endpoint(path) for path in sorted(directory.glob("*.json"))}
+    """Return the endpoints of all listening servers by the name of their file."""
+    paths = [directory / name for name in names(directory) if name.endswith(".json") and not name.startswith(".")]
+    endpoints = {path.stem: read_endpoint(path) for path in paths}
     return {name: endpoint for name, endpoint in endpoints.items() if endpoint is not None}
 
 
-def withdraw_endpoint(path: Path, pid: int) -> None:
-    """Delete the endpoint of a process that has ended, unless another process has replaced it."""
-    endpoint = read_endpoint(path)
-    if endpoint is not None and endpoint.pid == pid:
-        path.unlink(missing_ok=True)
+def withdraw_endpoints(directory: Path, server: str) -> None:
+    """Delete the endpoints of a server that has ended."""
+    for name in names(directory):
+        if name == f"{server}.json" or fnmatchcase(name, f"{server}.*.json"):
+            withdraw_endpoint(directory / name)
+
+
+def withdraw_endpoint(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    withdraw(path)
 
 
 def read_endpoint(path: Path) -> Endpoint | None:

@@ -8,6 +8,7 @@ fail to come, it warns, and after a timeout it raises.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import logging
 import shutil
@@ -22,6 +23,7 @@ from headrace.errors import Failure
 from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.digest import seal
 from headrace.rollout.version import Version
+from headrace.transport.announcements import announce, names
 from headrace.transport.blocking import require_regular
 from headrace.transport.digests import write_digests
 from headrace.transport.files import MARKER, draft_of, write_atomically, write_directory
@@ -84,14 +86,15 @@ class WeightStore:
         # Not durable: after a power loss the trainer publishes its checkpoint's version again, and an engine refuses
         # files that do not match the marker's checksum.
         write_directory(self.path(version), fill, durable=False)
+        announce(self.path(version))
         return read_marker(self.path(version))
 
     def published(self) -> list[Version]:
         """Return complete versions, oldest first."""
         return sorted(
-            Version.parse(path.name.removeprefix("v-"))
-            for path in self.directory.glob("v-*-*")
-            if (path / MARKER).exists()
+            Version.parse(name.removeprefix("v-"))
+            for name in fnmatch.filter(names(self.directory), "v-*-*")
+            if (self.directory / name / MARKER).exists()
         )
 
     def latest(self) -> Version | None:
@@ -118,11 +121,13 @@ class WeightStore:
 
     def acknowledge(self, version: Version) -> None:
         """Record that every engine samples from `version`. Only the weight watcher calls this."""
-        write_atomically(self.directory / ACKNOWLEDGED, seal(Acknowledgement(version.incarnation, version.step)))
+        path = self.directory / ACKNOWLEDGED
+        write_atomically(path, seal(Acknowledgement(version.incarnation, version.step)))
+        announce(path)
 
     def acknowledged(self) -> Version | None:
         path = self.directory / ACKNOWLEDGED
-        if not path.exists():
+        if path.name not in names(self.directory):
             return None
         acknowledgement = decode_versioned(path.read_bytes(), Acknowledgement, str(path))
         return Version(acknowledgement.incarnation, acknowledgement.step)

@@ -32,7 +32,13 @@ from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.blocking import in_daemon_thread
-from headrace.transport.endpoint import Endpoint, withdraw_endpoint, write_endpoint
+from headrace.transport.endpoint import (
+    Endpoint,
+    new_endpoint_path,
+    withdraw_endpoint,
+    withdraw_endpoints,
+    write_endpoint,
+)
 from headrace.transport.lock import POLL_S, DeviceLock
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked
@@ -66,9 +72,10 @@ def serve(
         raise ConfigError(
             "required, but not set", key="inference.model.name", fix="Set a directory or a name on the hub."
         )
-    endpoint = None if run is None or status is None else run.endpoints / f"{status.current.process}.json"
-    if endpoint is not None:
-        endpoint.unlink(missing_ok=True)  # left behind by a server that was killed
+    endpoint = None
+    if run is not None and status is not None:
+        withdraw_endpoints(run.endpoints, status.current.process)  # left behind by a server that was killed
+        endpoint = new_endpoint_path(run.endpoints, status.current.process)
     keys = KeySource(config, os.environ, in_run=endpoint is not None)
     keys.read()  # raises if there are none, before the model is loaded
     check_tls(config.http)
@@ -200,7 +207,7 @@ class _EngineServer:
             return failure
         finally:
             if self.endpoint is not None:
-                withdraw_endpoint(self.endpoint, os.getpid())
+                withdraw_endpoint(self.endpoint)
             for task in helpers:
                 task.cancel()
             await app.backend.close()  # ends requests in flight before connections close
