@@ -22,7 +22,7 @@ help:
 	@echo "make test-faults  damaged files and killed processes in real runs, for hours"
 	@echo "make test-sandbox  attacks on the sandbox of code that models write, with bubblewrap (installed by apt as root)"
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
-	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root)"
+	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root) and Ray"
 	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
@@ -52,7 +52,7 @@ test-sandbox: $(DEV)
 		tests/environments/rewards/test_code.py $(ARGS)
 
 # What is missing is installed where this is root on Debian or Ubuntu; otherwise the tests say why they are skipped.
-test-cluster test-cluster-full: $(DEV)
+test-cluster test-cluster-full: $(DEV) .venv-ray/.installed
 	@sh scripts/install_slurm.sh
 	$(BIN)/python -m pytest -m "cluster and $(if $(filter test-cluster,$@),not )full" tests/cluster -rs \
 		--session-timeout=$(if $(filter test-cluster,$@),900,7200) $(ARGS)

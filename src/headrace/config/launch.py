@@ -47,7 +47,10 @@ class RayConfig(Config):
     """`[launch.ray]`: the Ray cluster of a run, where `on` is `ray`."""
 
     address: str | None = None
-    """Address of the cluster (`ray://HOST:10001`, `HOST:6379`); unset: that of `RAY_ADDRESS`, or a cluster here."""
+    """Address of the cluster, as `ray start --head` prints it (`HOST:6379`); unset: that of `RAY_ADDRESS`, which `ray
+    job submit` sets, else a cluster that runs here, else one that is started here."""
+    autoscaling: bool = False
+    """Whether the cluster adds hosts on demand: the run waits for hosts that are missing, instead of an error."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's `runtime_env` of the actors that start the processes."""
 

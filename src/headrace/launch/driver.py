@@ -136,7 +136,7 @@ class Driver:
     def join(self, name: str, facts: Join) -> Joined:
         """Admit a host to the run. Raises `Refused`."""
         try:
-            warnings = self._check(name, facts)
+            warnings = self.check(name, facts)
             with self.locked():
                 self.nodes.join(name, facts, time.monotonic())
                 self.refusals.pop(name, None)
@@ -152,7 +152,7 @@ class Driver:
             self.notify(warning)
         return Joined(warnings)
 
-    def _check(self, name: str, facts: Join) -> list[str]:
+    def check(self, name: str, facts: Join) -> list[str]:
         """Return warnings about a host. Raises `Refused`."""
         skew_s = facts.clock - time.time()
         if facts.problem:

@@ -14,11 +14,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
+
+import msgspec
 
 from headrace.launch.addresses import CheckPort, dial, find_free_ports, interface_address, source_address
 from headrace.launch.driver_client import DriverClient, NoDriver, RefusedByDriver, find_driver
@@ -206,34 +208,39 @@ class NodeAgent:
         """Check this host, and join. Returns the duration of the lease."""
         run = client.get("/run", RunFacts, REQUEST_TIMEOUT_S)
         self._check_port.nonce = self._nonce
-        address, write_s, problem = "", 0.0, ""
         try:
-            address = interface_address(run.interface) if run.interface else source_address(client.driver.host)
-            write_s = Canary(Path(run.directory), run.canary).check(self._nonce)
-        except (UnsuitableDirectory, BadRequest) as error:
-            problem = str(error)
+            facts = describe_host(run, client.driver.host, self._check_port, visible_gpus())
         except OSError as error:
             raise NoDriver(f"{client.driver.url}: no route to the driver ({error})") from error
-        join = Join(
-            nonce=self._nonce,
-            address=address,
-            check_port=self._check_port.port,
-            gpus=visible_gpus(),
-            cores=usable_cores(),
-            python=sys.executable,
-            versions=own_versions(),
-            clock=time.time(),
-            write_s=write_s,
-            problem=problem,
-            role=self._role,
-            replaces=replaces,
-        )
+        join = msgspec.structs.replace(facts, role=self._role, replaces=replaces)
         for warning in client.post(f"/nodes/{self._name}", join, Joined, JOIN_TIMEOUT_S).warnings:
             log.warning("%s", warning)
         return run.lease_s
 
     def close(self) -> None:
         self._check_port.close()
+
+
+def describe_host(run: RunFacts, driver_host: str, check_port: CheckPort, gpus: Sequence[str]) -> Join:
+    """Check this host, and describe it to the driver. Raises `OSError` if there is no route to the driver."""
+    address, write_s, problem = "", 0.0, ""
+    try:
+        address = interface_address(run.interface) if run.interface else source_address(driver_host)
+        write_s = Canary(Path(run.directory), run.canary).check(check_port.nonce)
+    except (UnsuitableDirectory, BadRequest) as error:
+        problem = str(error)
+    return Join(
+        nonce=check_port.nonce,
+        address=address,
+        check_port=check_port.port,
+        gpus=gpus,
+        cores=usable_cores(),
+        python=sys.executable,
+        versions=own_versions(),
+        clock=time.time(),
+        write_s=write_s,
+        problem=problem,
+    )
 
 
 class NodeService:
