@@ -11,10 +11,15 @@ import httpx
 import pytest
 
 from headrace.cli.main import main
+from headrace.config.launch import LaunchConfig
 from headrace.errors import BadInput
+from headrace.launch.addresses import find_free_ports
 from headrace.launch.driver_client import DriverClient, RefusedByDriver, find_driver
 from headrace.launch.errors import LaunchError
+from headrace.launch.hosts.nodes import open_hosts
 from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR, Announcement, DriverAddress, News
+from headrace.launch.placement import Needs
+from headrace.transport.run_dir import RunDir
 from tests.launch.launching import is_alive
 from tests.launch.node_world import LEASE_S, LIMIT_S, NodeWorld, wait_for
 
@@ -39,6 +44,17 @@ def test_probes_see_whether_a_host_has_joined_and_that_for_the_orchestrator_is_n
         world.join("a", None, "--role", "trainer")
         roles = [(host.name, host.role) for host in world.hosts.wait_until_ready()]
         assert roles == [("a", "trainer"), ("driver", "orchestrator")]
+
+
+def test_the_launcher_listens_at_its_port_until_the_hosts_are_closed(tmp_path: Path):
+    launch = LaunchConfig(on="nodes", driver_port=find_free_ports(1)[0], join_timeout=0.1)
+    health = f"http://127.0.0.1:{launch.driver_port}/health"
+    with closing(open_hosts(launch, RunDir(tmp_path), Needs())) as hosts:
+        assert httpx.get(health).json() == {"hosts": 0}
+        with pytest.raises(LaunchError):
+            hosts.wait_until_ready()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(health)
 
 
 def test_hosts_describe_themselves(world: NodeWorld):

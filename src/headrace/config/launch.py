@@ -72,6 +72,10 @@ class LaunchConfig(Config):
     """Further hosts that are idle until they replace a lost one."""
     interface: str | None = None
     """Network interface whose address the other hosts use; unset: the one with the route to them."""
+    driver_port: int = Field(0, ge=0, le=65535)
+    """Port at which the launcher listens for the hosts, where `on` is `nodes`; 0: any free port."""
+    join_timeout: float = Field(300.0, gt=0)
+    """Seconds in which the hosts must join, where `on` is `nodes`. A host that does not fit is an error at once."""
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     kubernetes: KubernetesConfig | None = None

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from headrace.config.launch import LaunchConfig
 from headrace.launch.driver import Driver
 from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
 from headrace.launch.node_messages import Command, Kill, ProcessState, Signal, Start, Stop
 from headrace.launch.node_registry import Node
+from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
+from headrace.transport.run_dir import RunDir
 
 API_KEY_VARS = ("HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY")
 JOIN_TIMEOUT_S = 30.0
@@ -61,6 +64,16 @@ class NodeProcess(HostProcess):
     def _send(self, command: Command) -> None:
         if self._node is not None:
             self._driver.send(self._node, command)
+
+
+def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> NodeHosts:
+    """Return the hosts that join this launcher."""
+    driver = Driver(run, port=launch.driver_port, interface=launch.interface, notify=_print)
+    return NodeHosts(driver, needed=max(1, needs.nodes), timeout_s=launch.join_timeout)
+
+
+def _print(sentence: str) -> None:
+    print(f"headrace: {sentence}", file=sys.stderr, flush=True)
 
 
 class NodeHosts:
@@ -143,7 +156,7 @@ class NodeHosts:
             return port
 
     def close(self) -> None:
-        """Stop the processes that still run, and end the node agents. The driver stays open."""
+        """Stop the processes that still run, end the node agents, and close the driver."""
         with self._driver.locked() as nodes:
             for node in nodes.living():
                 self._driver.send(node, Stop())
@@ -153,6 +166,7 @@ class NodeHosts:
                 if not any(nodes.living()):
                     break
             time.sleep(POLL_S)
+        self._driver.close()
 
 
 def _computing(nodes: Iterable[Node]) -> int:
