@@ -19,10 +19,9 @@ from types import TracebackType
 from typing import IO
 
 REPOSITORY = Path(__file__).parents[2]
-BRIDGE = "hrc-br"
-SUBNET = "10.78.0"
-LOCK = Path("/var/lock/headrace-hosts.lock")
-"""Held by the session that has the hosts: there is one set of them on a machine."""
+LOCK = "/var/lock/headrace-hosts-{set}.lock"
+"""Held by the session that has this set of hosts, with its bridge and its subnet."""
+MAX_SETS = 8
 TOOLS = ("ip", "nsenter", "unshare", "setpriv", "mount")
 FIRST_PROCESS = """
 hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount -t tmpfs shm /dev/shm; mount --rbind "$2/tmp" /tmp
@@ -47,10 +46,10 @@ def missing_for_hosts() -> str | None:
 class NamespacedHost:
     """One host. Commands on it are children of this process, except for what they detach."""
 
-    def __init__(self, number: int, directory: Path, shared: Sequence[Path]) -> None:
-        self.number, self.name, self.address = number, f"host{number}", f"{SUBNET}.{number}"
+    def __init__(self, number: int, set_number: int, directory: Path, shared: Sequence[Path]) -> None:
+        self.number, self.name, self.address = number, f"host{number}", f"10.{80 + set_number}.0.{number}"
         self._directory, self._shared = directory / f"host{number}", shared
-        self._link = f"hrc{number}"
+        self._bridge, self._link = f"hr{set_number}-br", f"hr{set_number}-{number}"
         self._first: subprocess.Popen[bytes] | None = None
         self._commands: list[subprocess.Popen[str]] = []
         self.pid = 0
@@ -78,7 +77,7 @@ class NamespacedHost:
         # The same hardware address after a restart: the others remember it for minutes.
         peer = ["peer", "name", "eth0", "address", f"02:00:00:00:00:{self.number:02x}", "netns", str(self.pid)]
         ip("link", "add", self._link, "type", "veth", *peer)
-        ip("link", "set", self._link, "master", BRIDGE, "up")
+        ip("link", "set", self._link, "master", self._bridge, "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
 
@@ -163,17 +162,16 @@ class HostSet:
     """Hosts `host1` to `hostN` in `directory`, which all of them see, as they see the paths in `shared`."""
 
     def __init__(self, count: int, directory: Path, shared: Sequence[Path] = ()) -> None:
+        self._set, self._lock = take_set()
         seen = (directory, REPOSITORY, Path(sys.prefix), *shared)
-        self.hosts = [NamespacedHost(number, directory, seen) for number in range(1, count + 1)]
+        self.hosts = [NamespacedHost(number, self._set, directory, seen) for number in range(1, count + 1)]
         self._host_file = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.hosts)
 
     def __enter__(self) -> HostSet:
-        self._lock = open(LOCK, "w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             self._delete_links()  # those of a session that was killed
-            ip("link", "add", BRIDGE, "type", "bridge")
-            ip("link", "set", BRIDGE, "up")
+            ip("link", "add", f"hr{self._set}-br", "type", "bridge")
+            ip("link", "set", f"hr{self._set}-br", "up")
             for host in self.hosts:
                 host.start(self._host_file)
         except BaseException:
@@ -198,9 +196,20 @@ class HostSet:
         self[number].start(self._host_file)
 
     def _delete_links(self) -> None:
-        names = [BRIDGE, *(f"hrc{host.number}" for host in self.hosts)]
-        for name in names:
+        for name in (f"hr{self._set}-br", *(f"hr{self._set}-{host.number}" for host in self.hosts)):
             subprocess.run(["ip", "link", "del", name], capture_output=True)
+
+
+def take_set() -> tuple[int, IO[str]]:
+    """Return the number of a set of hosts that no other session has, and its lock; the kernel releases it, too."""
+    for number in range(MAX_SETS):
+        lock = Path(LOCK.format(set=number)).open("w")  # noqa: SIM115 (it stays open)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return number, lock
+        except BlockingIOError:
+            lock.close()
+    raise AssertionError(f"{MAX_SETS} sessions have hosts of their own")
 
 
 def ip(*words: str) -> None:

@@ -30,3 +30,12 @@ def test_a_job_that_does_not_fit_is_refused_and_changes_nothing(
     assert message in output
     assert not (tmp_path / "run").exists()
     assert slurm.run("squeue", "--noheader") == ""
+
+
+def test_a_run_that_needs_more_hosts_than_its_allocation_is_refused(
+    slurm: SlurmCluster, tmp_path: Path, tiny_model: Path
+):
+    file = write_run_file(tmp_path, tiny_model)
+    run = ["rl", file, "--launch.on", "slurm", "--launch.trainer_nodes", 2, "--launch.inference_nodes", 2]
+    output = slurm.run("salloc", "--nodes=2", *HEADRACE, *run, check=False)
+    assert "needs 4 hosts" in output

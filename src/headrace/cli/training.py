@@ -13,7 +13,7 @@ from headrace.cli.prepare import Kind, PreparedRun, command_of, notify, prepare
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import naming_run
 from headrace.launch.process import stop_with_launcher
-from headrace.launch.slurm_job import JobSize, in_allocation, log_of, run_script, submitted, write_script
+from headrace.launch.slurm_job import JobSize, in_allocation, log_of, requeue, run_script, submitted, write_script
 from headrace.runfile.run import RunConfig
 
 STOP_TIMEOUT_S = 60.0
@@ -58,11 +58,12 @@ def _run(kind: Kind, arguments: argparse.Namespace) -> int:
 
 def _launch(prepared: PreparedRun) -> int:
     from headrace.launch.run import launch
+    from headrace.launch.supervisor import SAVED
 
-    planned = prepared.planned
+    planned, limits = prepared.planned, prepared.config.launch
     with naming_run(prepared.run.root):
         prepared.plan.apply()
-        return launch(
+        code = launch(
             prepared.config,
             prepared.run,
             prepared.code_folders,
@@ -71,6 +72,10 @@ def _launch(prepared: PreparedRun) -> int:
             max_running=None if planned is None else planned.max_running,
             memory_advice=None if planned is None else planned.memory_advice,
         )
+    if code == SAVED and limits.on == "slurm" and limits.slurm.requeue:
+        notify("asking SLURM to queue this job again, which continues the run")
+        requeue()
+    return code
 
 
 def _submit(prepared: PreparedRun, *, only_print: bool) -> int:

@@ -23,6 +23,7 @@ from headrace.transport.run_dir import RunDir
 
 JOB_VAR = "SLURM_JOB_ID"
 """Set inside of an allocation: by sbatch and by salloc."""
+NODES_VAR = "SLURM_JOB_NUM_NODES"
 RESTARTS_VAR = "SLURM_RESTART_COUNT"
 SCRIPT = "slurm.sh"
 SUBMITTED = re.compile(r"^(\d+)(;.*)?$")
