@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,9 @@ RESTART_RUN = os.EX_IOERR
 
 FENCED = os.EX_PROTOCOL
 """Exit status (76) of a process that another one has replaced while it was paused or cut off."""
+
+SAVED = 128 + signal.SIGUSR1
+"""Exit status (138) of a trainer, and of a run, that SIGUSR1 stopped: the last step has a checkpoint."""
 
 BAD_INPUT = 2
 """Exit status of a command with invalid input."""

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.errors import SAVED
 from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.saved_config import pin, save
 from headrace.observe.metrics import read_metrics
@@ -146,6 +147,25 @@ def test_ranks_stop_in_order_when_asked_and_go_on_when_resumed(tmp_path: Path, t
     assert "did not stop and is killed" not in output
     code, output = headrace(*arguments, "--resume")
     assert code == 0, output
+    assert draws_trained_once(run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_stopped_with_a_checkpoint_repeats_nothing_when_resumed(tmp_path: Path, tiny_model: Path, ranks: int):
+    file = write_run_file(tmp_path, tiny_model)
+    arguments = ("rl", file, "--max_steps", 12, "--trainer.ckpt.interval", 100, "--launch.trainer_processes", ranks)
+    run = RunDir(tmp_path / "run")
+    process = start(*arguments)
+    wait_until(lambda: run.metrics.exists() and len(steps_of(run, "trainer", "loss")) >= 2, "step 2")
+    process.send_signal(signal.SIGUSR1)
+    code, output = finish(process)
+    assert code == SAVED, output
+    assert "did not stop and is killed" not in output
+    assert run.latest_checkpoint_step() == steps_of(run, "trainer", "loss")[-1] < 12
+    code, output = headrace(*arguments, "--resume")
+    assert code == 0, output
+    assert steps_of(run, "trainer", "loss") == list(range(1, 13))
     assert draws_trained_once(run)
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.errors import AGAIN, RESTART_RUN
+from headrace.errors import AGAIN, RESTART_RUN, SAVED
 from headrace.launch.process import stop_with_launcher
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status
@@ -43,8 +43,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save(*_: object) -> None:
+    note("saved")
+    sys.exit(SAVED)
+
+
 stop_with_launcher(grace_s=1.0 if behaviour == "stubborn" else 60.0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else end)
+signal.signal(signal.SIGUSR1, save)
 note("finds-traces" if endpoint.exists() or (run / "status" / f"{name}.json").exists() else "finds-nothing")
 status = Status(run / "status", name, interval=0.1)
 note("started")

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,32 @@ def test_restart_before_the_first_checkpoint_starts_over_under_a_new_incarnation
     stopped.set()
     rl.RlTrainer(settings(run, tiny_model, max_steps=5), resume="latest", stopped=stopped, status=status).run()
     assert run.weights.latest() == Version(1, 0)
+
+
+def test_a_stop_with_a_checkpoint_finishes_the_step_and_a_resume_repeats_nothing(
+    run: RunDir, tiny_model: Path, status: Status
+):
+    never, save_and_stop = threading.Event(), threading.Event()
+    ship(run, 1, 2)
+    config = settings(run, tiny_model, max_steps=3, interval=100)
+    trainer = rl.RlTrainer(config, stopped=never, save_and_stop=save_and_stop, status=status)
+    learn = trainer.learner.learn
+
+    def request_during_the_first_step(*arguments: Any, **options: Any) -> Any:
+        save_and_stop.set()
+        return learn(*arguments, **options)
+
+    trainer.learner.learn = request_during_the_first_step  # type: ignore[method-assign]
+    trainer.run()
+    assert run.latest_checkpoint_step() == 1
+    assert run.batches.steps() == [2]
+    ship(run, 3)
+    resumed = rl.RlTrainer(config, resume="latest", stopped=never, save_and_stop=save_and_stop, status=status)
+    saved = (run.checkpoints / "step-00000001").stat().st_mtime_ns
+    resumed.run()  # is asked to stop before its first step
+    assert (run.checkpoints / "step-00000001").stat().st_mtime_ns == saved
+    rl.RlTrainer(config, resume="latest", stopped=never, status=status).run()
+    assert [record["step"] for record in read_metrics(run.metrics) if "loss" in record] == [1, 2, 3]
 
 
 def test_stop_while_training_leaves_nothing_half_done(run: RunDir, tiny_model: Path, status: Status):

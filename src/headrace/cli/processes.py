@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from headrace.cli.common import add_resume
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainingConfig
 from headrace.environments.isolation import SandboxSettings, apply_settings
-from headrace.errors import Repaired
+from headrace.errors import SAVED, Repaired
 from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.model_shape import adapter_share
 from headrace.launch.errors import BadRequest, naming_run
@@ -36,6 +37,8 @@ from headrace.transport.announcements import announcements
 from headrace.transport.epochs import hold_epoch
 from headrace.transport.run_dir import RunDir
 
+RANKS_VAR = "HEADRACE_RANKS"
+"""The folder in which each rank of this host creates a file named by its process id, once it can stop in order."""
 STOPPED = 143
 """The exit code that a shell reports for a process that SIGTERM has ended."""
 
@@ -66,20 +69,28 @@ class StopRequest:
     """Set by SIGTERM or SIGINT. A second signal ends the process at once, as does the first one during start-up.
 
     During start-up, while libraries and the model are loaded, the request is not polled and nothing can be lost.
+    SIGUSR1 asks for a stop after the step, with a checkpoint.
     """
 
     def __init__(self, status: Status) -> None:
-        self.stopped = threading.Event()
+        self.stopped, self.save_and_stop = threading.Event(), threading.Event()
         self.exit_code = 0
         self._status = status
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        if folder := os.environ.get(RANKS_VAR):
+            Path(folder, str(os.getpid())).touch()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.exit_code = 128 + number
-        self.stopped.set()
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGUSR1:
+            self.exit_code = 0 if RANKS_VAR in os.environ else SAVED  # the parent of ranks reports it for them
+            self.save_and_stop.set()
+        else:
+            self.exit_code = 128 + number
+            self.stopped.set()
+            signal.signal(number, signal.SIG_DFL)
         if not is_up(self._status.current):
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
@@ -179,6 +190,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
                 config.trainer,
                 resume=resume,
                 stopped=request.stopped,
+                save_and_stop=request.save_and_stop,
                 status=status,
                 engines=engines,
                 embedded=config.inference.engine == "embedded",
@@ -187,7 +199,14 @@ def run_trainer(arguments: argparse.Namespace) -> int:
             with frozen_imports():
                 from headrace.trainer.sft import SftTrainer
 
-            SftTrainer(config, resume=resume, stopped=request.stopped, status=status, engines=engines).run()
+            SftTrainer(
+                config,
+                resume=resume,
+                stopped=request.stopped,
+                save_and_stop=request.save_and_stop,
+                status=status,
+                engines=engines,
+            ).run()
         from headrace.trainer.ranks import leave
 
         leave()
@@ -224,7 +243,20 @@ def _run_ranks(arguments: argparse.Namespace, resume: str | None) -> int:
     os.environ[PARENT_VAR] = str(os.getpid())
     node = Node(arguments.node_rank, arguments.nodes, arguments.rendezvous) if arguments.nodes > 1 else None
     options = [*(["--host", arguments.host] if arguments.host else []), *(["--resume"] if resume else [])]
-    return run_ranks(arguments.ranks, ["trainer", str(arguments.run), *options], node)
+    with TemporaryDirectory(prefix="headrace-ranks-") as folder:
+        os.environ[RANKS_VAR] = folder
+        requests: list[int] = []
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            requests.append(number)
+            ranks = [int(path.name) for path in Path(folder).iterdir()]
+            for pid in ranks or [os.getpid()]:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGUSR1 if ranks else signal.SIGTERM)
+
+        signal.signal(signal.SIGUSR1, forward)
+        code = run_ranks(arguments.ranks, ["trainer", str(arguments.run), *options], node)
+    return SAVED if requests and not code else code
 
 
 def _check_resume(directory: Path, resume: str | None) -> str | None:

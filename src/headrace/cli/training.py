@@ -57,8 +57,8 @@ def _run(kind: Kind, arguments: argparse.Namespace) -> int:
 
 
 def _launch(prepared: PreparedRun) -> int:
+    from headrace.errors import SAVED
     from headrace.launch.run import launch
-    from headrace.launch.supervisor import SAVED
 
     planned, limits = prepared.planned, prepared.config.launch
     with naming_run(prepared.run.root):

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, without_exported
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
+from headrace.launch.driver import Driver
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.hosts.base import Host, Hosts
@@ -50,16 +51,21 @@ def launch(
     `max_running`: requests that each server decodes together, unless configured. `memory_advice`: what makes the run
     need less host memory.
     """
-    with hold(run.root) as held, closing(open_hosts(config, run, (held,))) as hosts:
+    with hold(run.root) as held, ExitStack() as stack:
         save(config, run)
         save_folders(code_folders, run)
+        hosts, driver = open_hosts(config, run, (held,))
+        stack.callback(driver.close)
+        stack.callback(hosts.close)
         options: dict[str, Any] = {"max_running": max_running, "memory_advice": memory_advice}
         listed = hosts.wait_until_ready()
 
         def make(resume: bool) -> Supervisor:
             if resume:
                 run.weights.delete_after(run.latest_checkpoint_step())
-            return make_supervisor(config, run, title(run), hosts, listed, resume=resume, **options)
+            supervisor = make_supervisor(config, run, title(run), hosts, listed, resume=resume, **options)
+            driver.on_scale, driver.notify = supervisor.scale, supervisor.say
+            return supervisor
 
         supervisor = make(resume)
         try:
@@ -90,13 +96,13 @@ def launch(
     return code
 
 
-def open_hosts(config: RunConfig | SftConfig, run: RunDir, inherited: Sequence[int] = ()) -> Hosts:
-    """Return the hosts of a run; local processes inherit the `inherited` descriptors."""
+def open_hosts(config: RunConfig | SftConfig, run: RunDir, inherited: Sequence[int] = ()) -> tuple[Hosts, Driver]:
+    """Return the hosts of a run, and its driver; local processes inherit the `inherited` descriptors."""
     if config.launch.on == "local":
-        return LocalHosts(inherited)
+        return LocalHosts(inherited), Driver(run, is_alone=True)
     module = import_module(f"headrace.launch.hosts.{config.launch.on}")
-    hosts: Hosts = module.open_hosts(config.launch, run, needs_of(config))
-    return hosts
+    hosts = module.open_hosts(config.launch, run, needs_of(config))
+    return hosts, hosts.driver
 
 
 def train_alone(config: SftConfig, run: RunDir, title: str, inherited: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Protocol
 
 from headrace.config.base import ConfigError
-from headrace.errors import AGAIN, BAD_INPUT, RESTART_RUN, Failure
+from headrace.errors import AGAIN, BAD_INPUT, RESTART_RUN, SAVED, Failure
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.fleet import Fleet, Plan, unit_of
 from headrace.launch.heartbeat import Heartbeat
@@ -41,8 +41,6 @@ POLL_S = 0.1
 MEMORY_ADVICE = "`headrace rl FILE --dry-run` shows what the run plans to use, and what would make it less."
 TRAINER = "trainer"
 SAVE_AND_STOP = signal.SIGUSR1
-SAVED = 128 + SAVE_AND_STOP
-"""Exit status of a trainer, and of the launcher, after a stop with a checkpoint."""
 SCALE_TIMEOUT_S = 30.0
 
 
@@ -126,6 +124,9 @@ class Supervisor:
             return answer.result(SCALE_TIMEOUT_S)
         except FutureTimeout:
             raise LaunchError("the run is starting or ending; try again later") from None
+
+    def say(self, sentence: str) -> None:
+        self._view.say(sentence)
 
     def _start(self) -> None:
         for stale in (*self._run.status.rglob("*.json"), *self._run.endpoints.glob("*.json")):

@@ -194,6 +194,10 @@ class Learner:
             return True
         return not self._skipped.in_a_row and step // ckpt.interval > self._saved_step // ckpt.interval
 
+    @property
+    def has_unsaved_step(self) -> bool:
+        return self.state.step > self._saved_step
+
     def plan_checkpoints(self, others: int = 0) -> int:
         """Decide how checkpoints are written; return the bytes of host memory that it takes on this rank.
 

@@ -47,17 +47,20 @@ class RlTrainer:
         *,
         status: Status,
         stopped: threading.Event,
+        save_and_stop: threading.Event | None = None,
         resume: str | None = None,
         engines: ColocatedEngines | None = None,
         embedded: bool = True,
     ) -> None:
-        """`resume` is a checkpoint, or "latest" for the newest, if any.
+        """`stopped`: end as soon as possible. `save_and_stop`: finish the step, write a checkpoint, and end.
 
+        `resume` is a checkpoint, or "latest" for the newest, if any.
         `engines` are those of the run on this device; `embedded`: the run's engine is the embedded one.
         """
         if config.output_dir is None:
             raise ValueError("output_dir must be set to train")
         self.config, self.status, self.stopped = config, status, stopped
+        self.save_and_stop = save_and_stop or threading.Event()
         self.run_dir = run = RunDir(config.output_dir)
         status.set("loading model")
         loading = time.monotonic()
@@ -105,6 +108,9 @@ class RlTrainer:
             self._record(step, result, lr)
             self.watch = Stopwatch()  # saving counts as time of the next step
             self._save(step)
+        if learner.ranks.any(self.save_and_stop.is_set()) and learner.has_unsaved_step:
+            self.status.set(f"saving the checkpoint of step {learner.state.step}")
+            learner.begin_checkpoint()
         self._finish_checkpoint(wait=True)
         if learner.state.step == learner.max_steps:
             self.status.set("saving the final model")
@@ -116,6 +122,8 @@ class RlTrainer:
     def _wait_for_batch(self, step: int) -> bool:
         """Wait until every rank can read the batch; return False on all ranks once one is stopped."""
         ranks = self.learner.ranks
+        if ranks.any(self.save_and_stop.is_set()):
+            return False
         self.status.set(f"waiting for batch {step}", step=step - 1, max_steps=self.learner.max_steps)
 
         def exists() -> bool:
@@ -128,7 +136,7 @@ class RlTrainer:
             f"batch {step}",
             "the orchestrator",
             self.status,
-            stopped=lambda: ranks.any(self.stopped.is_set()),
+            stopped=lambda: ranks.any(self.stopped.is_set() or self.save_and_stop.is_set()),
         )
 
     def _read_batch(self, step: int) -> Batch:

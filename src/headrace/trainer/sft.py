@@ -44,7 +44,8 @@ KEEP_WEIGHTS = 1
 class SftTrainer:
     """The training loop of one process (rank) of an SFT run, to `max_steps` or until `stopped`.
 
-    `resume` is a checkpoint, or "latest" for the newest, if any; `engines` evaluate on the same device.
+    `save_and_stop`: finish the step, write a checkpoint, and end. `resume` is a checkpoint, or "latest" for the newest,
+    if any; `engines` evaluate on the same device.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class SftTrainer:
         *,
         status: Status,
         stopped: threading.Event,
+        save_and_stop: threading.Event | None = None,
         resume: str | None = None,
         engines: ColocatedEngines | None = None,
     ) -> None:
         if config.output_dir is None:
             raise ValueError("output_dir must be set to train")
         self.config, self.status, self.stopped = config, status, stopped
+        self.save_and_stop = save_and_stop or threading.Event()
         self.run_dir = run = RunDir(config.output_dir)
         status.set("loading model")
         self.learner = learner = Learner(
@@ -95,6 +98,10 @@ class SftTrainer:
         learner, config = self.learner, self.config
         self.status.set("training", step=learner.state.step, max_steps=learner.max_steps)
         while (step := learner.state.step + 1) <= learner.max_steps:
+            if learner.ranks.any(self.save_and_stop.is_set()):
+                if learner.has_unsaved_step:
+                    learner.begin_checkpoint()
+                break
             if config.validation is not None and (step - 1) % config.validation.interval == 0:
                 self._validate()
                 self.watch.lap("time/validate")

@@ -91,7 +91,7 @@ class NodeHosts:
         env: Mapping[str, str] | None = None,
         timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
-        self._driver, self._run, self._needed, self._expected = driver, driver.run, needed, expected
+        self.driver, self._run, self._needed, self._expected = driver, driver.run, needed, expected
         self._timeout_s = timeout_s
         keys = {name: os.environ.get(name) or secrets.token_urlsafe(32) for name in API_KEY_VARS}
         self._env = {**keys, **(env or {}), **driver.env}
@@ -100,21 +100,21 @@ class NodeHosts:
     def wait_until_ready(self) -> Sequence[Host]:
         started, noticed = time.monotonic(), 0.0
         while True:
-            with self._driver.locked() as nodes:
+            with self.driver.locked() as nodes:
                 waited, is_checked, problems = time.monotonic() - started, not nodes.pending(), nodes.unreachable()
                 if _computing(nodes.usable()) >= self._needed and is_checked and waited > SETTLE_S:
                     nodes.sort()
                     for problem in problems:
-                        self._driver.notify(f"{problem}; one of them is left out")
+                        self.driver.notify(f"{problem}; one of them is left out")
                     return [node.host for node in nodes.usable()]
                 joined = [node.name for node in nodes.living()]
                 is_unreachable = _computing(nodes.living()) >= self._needed > _computing(nodes.usable()) and is_checked
-                refusals = list(self._driver.refusals.values())
+                refusals = list(self.driver.refusals.values())
             if refusals or is_unreachable or waited > self._timeout_s:
                 raise LaunchError("\n".join([*refusals, *problems] or self._describe_missing(joined)))
             if waited - noticed > NOTICE_S:
                 noticed = waited
-                self._driver.notify(f"{len(joined)} of {self._needed} hosts have joined{_list(joined)}")
+                self.driver.notify(f"{len(joined)} of {self._needed} hosts have joined{_list(joined)}")
             time.sleep(POLL_S)
 
     def _describe_missing(self, joined: Sequence[str]) -> list[str]:
@@ -127,27 +127,27 @@ class NodeHosts:
             name = log.stem.removeprefix("node-")
             if name not in joined and (written := log.read_text(errors="replace").splitlines()):
                 lines.append(f"host {name}: {written[-1]}")
-        return [*lines, *(f"{what} came from {address}" for address, what in self._driver.strangers.items())]
+        return [*lines, *(f"{what} came from {address}" for address, what in self.driver.strangers.items())]
 
     def list(self) -> Sequence[Host]:
-        with self._driver.locked() as nodes:
+        with self.driver.locked() as nodes:
             return [node.host for node in nodes.usable()]
 
     def start(self, spec: ProcessSpec, log: Path) -> NodeProcess:
         number = next(self._numbers)
-        with self._driver.locked() as nodes:
+        with self.driver.locked() as nodes:
             node = nodes.get(spec.host) if spec.host else next(iter(nodes.usable()), None)
             if node is not None and node.is_leaving:
                 node = None
-            process = NodeProcess(spec, log, self._driver, number, node)
+            process = NodeProcess(spec, log, self.driver, number, node)
             if node is not None:
                 argv = [node.facts.python if word == sys.executable else word for word in spec.argv]
                 env = {**self._env, **spec.env}
-                self._driver.send(node, Start(number, spec.name, argv, env, str(log.resolve())))
+                self.driver.send(node, Start(number, spec.name, argv, env, str(log.resolve())))
         return process
 
     def free_port(self, host: str) -> int:
-        with self._driver.locked() as nodes:
+        with self.driver.locked() as nodes:
             node = nodes.get(host)
             if node is None or not node.free_ports:
                 raise LaunchError(f"host {host}: it is lost, or has reported no free port")
@@ -157,16 +157,16 @@ class NodeHosts:
 
     def close(self) -> None:
         """Stop the processes that still run, end the node agents, and close the driver."""
-        with self._driver.locked() as nodes:
+        with self.driver.locked() as nodes:
             for node in nodes.living():
-                self._driver.send(node, Stop())
+                self.driver.send(node, Stop())
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            with self._driver.locked() as nodes:
+            with self.driver.locked() as nodes:
                 if not any(nodes.living()):
                     break
             time.sleep(POLL_S)
-        self._driver.close()
+        self.driver.close()
 
 
 def _computing(nodes: Iterable[Node]) -> int:

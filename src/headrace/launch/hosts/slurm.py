@@ -44,7 +44,7 @@ class SlurmHosts(NodeHosts):
         agent = [sys.executable, "-m", "headrace", "node", str(self._run.root.resolve())]
         self._srun = subprocess.Popen(
             [*srun_command(self._count), *agent],
-            env={**os.environ, **self._driver.env},
+            env={**os.environ, **self.driver.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -63,7 +63,7 @@ class SlurmHosts(NodeHosts):
         for line in srun.stdout:
             self._lines.append(line.rstrip())
             if line.startswith("srun: error"):
-                self._driver.notify(line.rstrip())
+                self.driver.notify(line.rstrip())
             if AGENT_FAILED.match(line):
                 self._refuse()
         if srun.wait():
@@ -71,14 +71,14 @@ class SlurmHosts(NodeHosts):
 
     def _refuse(self) -> None:
         if not self._is_ready:
-            with self._driver.locked():
-                self._driver.refusals.setdefault(
+            with self.driver.locked():
+                self.driver.refusals.setdefault(
                     "srun", "srun could not start all node agents:\n" + "\n".join(self._lines)
                 )
 
     def close(self) -> None:
         super().close()
-        self._driver.close()
+        self.driver.close()
         if self._srun is not None:
             try:
                 self._srun.wait(GRACE_S)
