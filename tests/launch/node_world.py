@@ -56,7 +56,8 @@ class NodeWorld:
         return process
 
     def close(self) -> None:
-        self.hosts.close()
+        if self.agents:
+            self.hosts.close()
         self.driver.close()
         for agent in self.agents.values():
             agent.kill()

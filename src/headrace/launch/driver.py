@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 MAX_CLOCK_SKEW_S = 30.0
 NOTED_CLOCK_SKEW_S = 2.0
 SLOW_WRITE_S = 0.5
+POLL_S = 0.1
 CONNECTION_TIMEOUT_S = 30.0
 """A connection on which nothing arrives for so long is closed."""
 MAX_STRANGERS = 100
@@ -108,7 +109,7 @@ class Driver:
         address = address or ("127.0.0.1" if is_alone else advertised_address(interface))
         self.url = url_of(address, self._server.server_port)
         write_atomically(run.driver, msgspec.json.encode(DriverAddress(self.url, self._key)), mode=0o600)
-        threading.Thread(target=self._server.serve_forever, name="driver", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="driver", daemon=True).start()
 
     @property
     def env(self) -> Mapping[str, str]:
