@@ -71,7 +71,8 @@ docs: $(RUNTIME)
 	$(BIN)/python -m headrace.runfile.reference docs/reference
 
 snapshots: $(DEV)
-	HEADRACE_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/cli/test_printed_pages.py tests/cli/test_wrong_inputs.py
+	HEADRACE_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/cli/test_printed_pages.py tests/cli/test_wrong_inputs.py \
+		tests/launch/test_manifest.py
 	git --no-pager diff --stat tests/snapshots
 
 lock: $(DEV)

@@ -14,7 +14,19 @@ from headrace.errors import BadInput
 RUN_FILES = (".toml", ".yaml", ".yml")
 """Suffixes of run files."""
 OWN_OPTIONS = frozenset(
-    {"--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing", "--report", "--format", "--print"}
+    {
+        "--dry-run",
+        "--clean",
+        "--resume",
+        "--help",
+        "--name",
+        "--alone",
+        "--sharing",
+        "--report",
+        "--format",
+        "--print",
+        "--output",
+    }
 )
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 

@@ -61,6 +61,7 @@ COMMANDS = {
     "eval": Command("eval", "evaluate finished models on an environment: accuracy, pass@k, format, lengths."),
     "summary": Command("runs", "summarize a run, as text or JSON."),
     "compare": Command("runs", "compare runs: settings, results, and the significance of differences."),
+    "manifest": Command("manifest", "write a run as objects of Kubernetes: a JobSet and what it needs.", "all"),
     "sweep": Command("sweep", "run a grid, a list or random values of any keys, with seeds, and report on it.", "all"),
     "config": Command("config", "print the resolved configuration of a run file, or explain a key."),
     "audit": Command("runs", "account for every prompt of a run, and check its journal and checkpoints."),
