@@ -274,6 +274,15 @@ async def test_wait_ready_waits_for_the_expected_number_of_engines(serve: Serve,
         assert len(await client.wait_ready(5.0, at_least=2)) == 2
 
 
+async def test_wait_ready_goes_on_with_some_engines_once_the_others_had_their_time(
+    serve: Serve, tmp_path: Path
+) -> None:
+    async with serve() as first, client_of(tmp_path) as client:
+        write_endpoint(tmp_path / "inference.json", Endpoint(first, pid=1))
+        write_endpoint(tmp_path / "inference-1.json", Endpoint("http://127.0.0.1:1", pid=2))
+        assert len(await client.wait_ready(5.0, at_least=3, settle_s=0.2)) == 1
+
+
 async def test_engines_that_start_slowly_are_polled_as_often_as_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

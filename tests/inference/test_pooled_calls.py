@@ -331,3 +331,31 @@ async def test_reports_tell_how_much_an_engine_can_run() -> None:
         assert (small.asked, large.asked) == (2, 6)
         hold.set()
         await asyncio.gather(*asking)
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+async def test_requests_on_an_engine_that_was_lost_with_its_host_are_made_elsewhere(
+    withdrawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "HEALTH_TIMEOUT_S", 0.05)
+
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        writer.close()
+
+    silent = await asyncio.start_server(never_answer, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    write_endpoint(tmp_path / "a.json", Endpoint(f"http://127.0.0.1:{port}", pid=1))
+    async with EngineStandIn() as engine, client_of(tmp_path) as client:
+        call = asyncio.create_task(generate(client))
+        await asyncio.sleep(0.05)
+        write_endpoint(tmp_path / "b.json", Endpoint(engine.url, pid=2))
+        if withdrawn:
+            (tmp_path / "a.json").unlink()
+        for _ in range(1 if withdrawn else pool.BREAKER_FAILURES):
+            assert not call.done()
+            await client.health_by_url()
+        await call
+        assert engine.asked == 1
+    silent.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ from headrace.transport.journal_files import delete_journal
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+
+RESTART_SETTLE_S = 10.0
+"""Seconds for which a restarted orchestrator waits for the rest of the inference servers."""
 
 
 def run(
@@ -96,7 +100,9 @@ async def _run(
             algorithms = await wait_for(setup, "an answer", "the models that the algorithms refer to", status)
             opening = open_sources(config, stack)
             sources = await wait_for(opening, "an answer", "the models that episodes are sampled from", status)
-            ready = client.wait_ready(config.client.start_timeout, servers)
+            # At a restart some servers may be down for long, and the others are idle.
+            settle_s = RESTART_SETTLE_S if journal.epoch > 1 else math.inf
+            ready = client.wait_ready(config.client.start_timeout, servers, settle_s)
             name = "the inference server" if servers == 1 else f"{servers} inference servers"
             engines = await wait_for(ready, "an answer", name, status)
             reference.check_engines(engines)

@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Collection
 
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.client.errors import EngineCallError, EngineFailed, EngineRejected, EngineTimeout
+from headrace.inference.client.errors import (
+    EngineCallError,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+)
 from headrace.inference.schema import Health
 from headrace.observe.status import Status, WaitTimeout, wait_for
 from headrace.rollout.version import Version
@@ -50,7 +56,10 @@ class WeightWatcher:
 
     async def synchronize(self) -> None:
         """Load the newest published version into the engines at the start, if they do not serve it."""
-        served = {Version.parse(health.version) for health in await self._client.health()}
+        engines = await self._client.health_by_url()
+        if not engines:
+            raise EngineUnavailable("no inference server responds")
+        served = {Version.parse(health.version) for health in engines.values()}
         self.version = min(served)
         latest = self._weights.latest()
         if latest is not None and served != {latest}:

@@ -6,6 +6,7 @@ not a change of a file that they may have cached. The file contains the server's
 
 from __future__ import annotations
 
+import os
 import uuid
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -44,9 +45,32 @@ def write_endpoint(path: Path, endpoint: Endpoint) -> None:
 
 def read_endpoints(directory: Path) -> dict[str, Endpoint]:
     """Return the endpoints of all listening servers by the name of their file."""
-    paths = [directory / name for name in names(directory) if name.endswith(".json") and not name.startswith(".")]
-    endpoints = {path.stem: read_endpoint(path) for path in paths}
-    return {name: endpoint for name, endpoint in endpoints.items() if endpoint is not None}
+    return EndpointReader(directory).read()
+
+
+class EndpointReader:
+    """Reads the endpoints of a run again and again, only those whose files have changed: there may be hundreds."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[str, tuple[tuple[int, int], Endpoint]] = {}
+        """By file name: inode and time of the file, and its content. Every write replaces the file."""
+
+    def read(self) -> dict[str, Endpoint]:
+        known, self._known = self._known, {}
+        for name in names(self._directory):
+            if name.endswith(".json") and not name.startswith("."):
+                path = self._directory / name
+                try:
+                    stat = os.stat(path)
+                except FileNotFoundError:
+                    continue
+                written = (stat.st_ino, stat.st_mtime_ns)
+                if name in known and known[name][0] == written:
+                    self._known[name] = known[name]
+                elif (endpoint := read_endpoint(path)) is not None:
+                    self._known[name] = (written, endpoint)
+        return {name.removesuffix(".json"): endpoint for name, (_, endpoint) in self._known.items()}
 
 
 def withdraw_endpoints(directory: Path, server: str) -> None:

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ from headrace.inference.schema import (
 )
 from headrace.rollout.batch import SCHEMA
 from headrace.rollout.version import Version
-from headrace.transport.endpoint import Endpoint, read_endpoints
+from headrace.transport.endpoint import Endpoint, EndpointReader
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 _decode_health = msgspec.json.Decoder(Health).decode
 _decode_acknowledgement = msgspec.json.Decoder(UpdateWeightsResponse).decode
 
+HEALTH_ROUTE = "/health"
 HEALTH_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 3.0
 """Seconds between two health checks of all engines, while requests are made."""
@@ -94,6 +96,8 @@ class EngineClient:
         self._retry_for = retry_for
         self._pool = EnginePool()
         self._http = HttpClient()
+        self._calls: defaultdict[PooledEngine, set[asyncio.Timeout]] = defaultdict(set)
+        """By engine, what ends the calls in flight if the engine is lost with its host: no connection breaks then."""
 
     def join(self, session: str) -> None:
         """Add a conversation to a session, whose requests prefer the engine that has their prompt cached."""
@@ -126,14 +130,30 @@ class EngineClient:
         """Request the health of every engine once and return that of those which respond, by URL."""
         return await self._poll(self._current_engines())
 
-    async def wait_ready(self, deadline: float, at_least: int = 1) -> list[Health]:
-        """Wait at most `deadline` seconds until every engine responds and there are at least this many."""
+    async def wait_ready(self, deadline: float, at_least: int = 1, settle_s: float = math.inf) -> list[Health]:
+        """Wait at most `deadline` seconds until every engine responds and there are at least this many.
+
+        Once one responds, the others are waited for at most `settle_s` seconds.
+        """
+        began: float | None = None
+        ready: dict[PooledEngine, Health] = {}
 
         async def attempt() -> list[Health]:
-            engines = await self.health()
-            if len(engines) < at_least:
-                raise EngineUnavailable(f"{len(engines)} of {at_least} inference servers are up")
-            return engines
+            nonlocal began
+            engines = self._current_engines()
+            replies, failures = await _gather(
+                [engine for engine in engines if engine not in ready], self._request_health
+            )
+            ready.update(replies)
+            if ready and began is None:
+                began = time.monotonic()
+            up = [ready[engine] for engine in engines if engine in ready]
+            if not up or began is None or time.monotonic() - began < settle_s:
+                if failures:
+                    raise next(iter(failures.values()))
+                if len(up) < at_least:
+                    raise EngineUnavailable(f"{len(up)} of {at_least} inference servers are up")
+            return up
 
         return await _retry(attempt, deadline, (EngineUnavailable, EngineTimeout), READY_POLL_S)
 
@@ -242,7 +262,17 @@ class EngineClient:
                 raise min(failures.values(), key=lambda failure: isinstance(failure, EngineUnavailable))
             return [results[url] for url in urls]
 
-        return await _retry(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
+        polling = asyncio.create_task(self._keep_polling())
+        try:
+            return await _retry(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
+        finally:
+            polling.cancel()
+
+    async def _keep_polling(self) -> None:
+        """Check the health of the engines regularly, so that calls to lost ones end."""
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            self._poll_if_due()
 
     def _poll_if_due(self) -> None:
         """Start a background health check of all engines if the last one is old."""
@@ -257,16 +287,20 @@ class EngineClient:
         self._next_poll_at = now + POLL_INTERVAL_S
         for engine in engines:
             engine.breaker.begin_trial(now)
-        replies, failures = await _gather(engines, self._request_health)
+        withdrawn = [engine for engine in self._calls if self._pool.engines.get(engine.url) is not engine]
+        replies, failures = await _gather([*engines, *withdrawn], self._request_health)
         for engine, health in replies.items():
             self._pool.record_health(engine, health)
         for engine, error in failures.items():
             if isinstance(error, EngineUnavailable | EngineTimeout):
                 self._pool.record_unreachable(engine, str(error), time.monotonic())
-        return {engine.url: health for engine, health in replies.items()}
+                if self._pool.is_lost(engine):
+                    for limit in self._calls.pop(engine, ()):
+                        limit.reschedule(asyncio.get_running_loop().time())
+        return {engine.url: replies[engine] for engine in engines if engine in replies}
 
     async def _request_health(self, engine: PooledEngine) -> Health:
-        return await self._request(engine.url, "/health", None, _decode_health, HEALTH_TIMEOUT_S)
+        return await self._request(engine.url, HEALTH_ROUTE, None, _decode_health, HEALTH_TIMEOUT_S)
 
     def _current_engines(self) -> Sequence[PooledEngine]:
         """Return all engines by the addresses that are published now."""
@@ -294,8 +328,10 @@ class EngineClient:
         session: str | None = None,
     ) -> T:
         """Make one HTTP request and raise its failure as an `EngineCallError`. `admin`: with the admin key."""
-        headers = {}
+        headers, until_lost = {}, asyncio.timeout(None)
         if (engine := self._pool.engines.get(url)) is not None:
+            if route != HEALTH_ROUTE:
+                self._calls[engine].add(until_lost)
             key = engine.endpoint.admin_key if admin else engine.endpoint.api_key
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         if session is not None:  # hashed, since a session may have any name
@@ -303,11 +339,19 @@ class EngineClient:
         method = "POST" if admin or body is not None else "GET"
         data = None if body is None else msgspec.json.encode(body)
         try:
-            response = await self._http.request(method, url, route, data, timeout, headers)
+            async with until_lost:
+                response = await self._http.request(method, url, route, data, timeout, headers)
         except TimeoutError as error:
+            if until_lost.expired():
+                raise EngineUnavailable(f"the engine at {url} no longer answers") from error
             raise EngineTimeout(f"{url}{route} gave no answer within {timeout:g} s") from error
         except ServerUnreachable as error:
             raise EngineUnavailable(f"the engine at {url} cannot be reached: {error}") from error
+        finally:
+            if engine is not None and (calls := self._calls.get(engine)) is not None:
+                calls.discard(until_lost)
+                if not calls:
+                    del self._calls[engine]
         try:
             schema = response.headers.get(SCHEMA_HEADER.lower())
             if schema is not None and not (schema.isdecimal() and int(schema) <= SCHEMA):
@@ -364,7 +408,8 @@ def _endpoint_source(
     if isinstance(engines, str):
         raise TypeError(f"engines must be a list of URLs, not the string {engines!r}")
     if isinstance(engines, Path):
-        return lambda: read_endpoints(engines).values()
+        reader = EndpointReader(engines)
+        return lambda: reader.read().values()
     urls = engines if callable(engines) else lambda: engines
 
     fixed = KeysInFile((api_key,) if api_key else (), (admin_key,) if admin_key else ())

@@ -107,6 +107,10 @@ class PooledEngine:
         own = max(self.in_flight, self.conversations)
         return (own + self.foreign_requests) / (self.capacity or unknown_capacity)
 
+    @property
+    def has_queue(self) -> bool:
+        return self.capacity is not None and self.load() > 1
+
 
 class _Session(msgspec.Struct):
     members: int = 0
@@ -144,15 +148,14 @@ class EnginePool:
     def choose(self, key: str | None, now: float, avoid: Collection[str] = ()) -> PooledEngine | None:
         """Return the engine for a request of session `key`; None if no engine is available."""
         session = self._sessions.get(key) if key is not None else None
-        available = [
-            engine
-            for engine in self.engines.values()
-            if engine.breaker.is_closed and engine.busy_until <= now and engine.url not in avoid
-        ]
+        current = None if session is None else session.engine
+        if current is not None and self._is_available(current, now, avoid) and not current.has_queue:
+            return current  # without a look at the others, of which there may be hundreds
+        available = [engine for engine in self.engines.values() if self._is_available(engine, now, avoid)]
         if not available:
             return None
-        if session is not None and session.engine in available and not _is_overloaded(session.engine, available):
-            return session.engine
+        if current in available and not _is_overloaded(current, available):
+            return current
         # An engine without a report counts as large as the largest.
         unknown = max(engine.capacity or 1 for engine in available)
         engine = min(available, key=lambda engine: (engine.load(unknown), engine.last_choice))
@@ -164,6 +167,23 @@ class EnginePool:
             engine.conversations += session.members
             session.engine = engine
         return engine
+
+    def _is_available(self, engine: PooledEngine, now: float, avoid: Collection[str]) -> bool:
+        return (
+            engine.breaker.is_closed
+            and engine.busy_until <= now
+            and engine.url not in avoid
+            and self.engines.get(engine.url) is engine
+        )
+
+    def is_lost(self, engine: PooledEngine) -> bool:
+        """Return whether requests in flight on an engine that does not answer a health check are better made elsewhere.
+
+        That is so if its address was withdrawn, or if it has failed repeatedly and another engine is available.
+        """
+        if self.engines.get(engine.url) is not engine:
+            return True
+        return not engine.breaker.is_closed and any(other.breaker.is_closed for other in self.engines.values())
 
     def record_success(self, engine: PooledEngine) -> None:
         engine.breaker.succeed()
@@ -238,6 +258,7 @@ class RetryState:
 
 
 def _is_overloaded(engine: PooledEngine, available: list[PooledEngine]) -> bool:
-    if engine.capacity is None or (load := engine.load()) <= 1:
+    if not engine.has_queue:
         return False
+    load = engine.load()
     return any(other.capacity is not None and load > OVERLOAD_FACTOR * other.load() for other in available)
