@@ -6,6 +6,7 @@ processes of the old one are lost.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ class NodeRegistry:
         self.lease_s = lease_s
         self._nodes: dict[str, Node] = {}
         """By name, in the order in which they are listed."""
+        self._no_loss_until = -math.inf
+        """No lease expires before."""
 
     def join(self, name: str, facts: Join, now: float) -> Node:
         """Add a host, and have it and all others dial each other. Raises `NameInUse`."""
@@ -94,9 +97,12 @@ class NodeRegistry:
 
     def expire(self, now: float) -> list[Node]:
         """Return the hosts that are lost since the last call, because they did not renew their lease."""
+        if now <= self._no_loss_until:  # it is called for every process of the run
+            return []
         lost = [node for node in self.living() if now - node.renewed_at > self.lease_s]
         for node in lost:
             node.is_gone = True
+        self._no_loss_until = min((node.renewed_at for node in self.living()), default=now) + self.lease_s
         return lost
 
     def living(self) -> Iterator[Node]:

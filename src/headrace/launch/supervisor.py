@@ -145,15 +145,16 @@ class Supervisor:
     def _supervise(self) -> int:
         while not self._signals:
             # Before the statuses are read, so that they include the last report of a process that has ended.
-            running = [process for process in self._fleet.processes.values() if process.running]
-            ended = [process for process in self._fleet.processes.values() if process not in running]
+            runs = {process: process.running for process in self._fleet.processes.values()}
+            running = [process for process, still_runs in runs.items() if still_runs]
+            ended = [process for process, still_runs in runs.items() if not still_runs]
             self._read()
             now = self._clock.monotonic()
             self._oom.observe(now)
             self._view.show(self.history, self._statuses)
             problem = next((status.problem for status in self._statuses.values() if status.problem), "")
             self._heartbeat.update(self.history.step, self.history.moves, problem)
-            finished = [process for process in ended if process.exit_status == 0 and not self._has_failed(process)]
+            finished = {process for process in ended if process.exit_status == 0 and not self._has_failed(process)}
             if all(process.spec.service or process in finished for process in self._fleet.processes.values()):
                 return 0
             if any(process.exit_status == SAVED for process in ended):
@@ -255,6 +256,7 @@ class Supervisor:
         """Schedule restarts of crashed processes; raise `LaunchError` if one cannot be restarted."""
         died = [p for p in ended if p.exit_status != 0 or p.spec.service or self._has_failed(p)]
         died = [process for process in died if not self._is_waiting(unit_of(process.spec))]
+        died = [process for process in died if process.name in self._fleet.specs]  # else no host has room for it
         if repaired := [process.name for process in died if process.exit_status == RESTART_RUN]:
             raise RestartNeeded(f"{', '.join(repaired)} set a damaged file aside")
         # A restart does not help after a process has reported its failure.
@@ -327,7 +329,7 @@ class Supervisor:
         if missing and now - self._started > self._start_timeout:
             limit = f"not up after {self._start_timeout:.0f} s (launch.start_timeout)"
             raise LaunchError(f"{limit}: {', '.join(missing)}; their logs are in {self._run.logs}")
-        alive = {name: status for name, status in self._statuses.items() if name in names}
+        alive = {name: self._statuses[name] for name in sorted(names) if name in self._statuses}
         for sentence in self._watch.find_problems(now, self.history.moves, alive, self.history.step_seconds):
             self._view.say(sentence)
         for process in running:
@@ -349,16 +351,24 @@ class Supervisor:
             self._view.show(self.history, self._statuses)
 
     def _stop(self) -> None:
-        """Stop running processes, last started first. A second signal kills them at once."""
-        for process in (*self._fleet.draining.processes, *reversed(self._fleet.processes.values())):
-            process.terminate()
+        """Stop running processes, last started first, and all servers together. A second signal kills them at once."""
+        units: dict[str, list[HostProcess]] = {}
+        for process in (*reversed(self._fleet.processes.values()), *self._fleet.draining.processes):
+            units.setdefault("" if process.spec.service else unit_of(process.spec), []).append(process)
+        for processes in units.values():
+            for process in processes:
+                process.terminate()
             deadline = self._clock.monotonic() + self._stop_timeout
-            while process.running and self._clock.monotonic() < deadline and len(self._signals) < 2:
+            while any(process.running for process in processes):
+                if self._clock.monotonic() >= deadline or len(self._signals) >= 2:
+                    break
                 self._clock.sleep(0.02)
-            if process.running:
-                self._view.say(f"{process.name} did not stop and is killed")
-            process.kill()  # even if it has ended: its children may still run
-            process.wait(self._stop_timeout)
+            for process in processes:
+                if process.running:
+                    self._view.say(f"{process.name} did not stop and is killed")
+                process.kill()  # even if it has ended: its children may still run
+            for process in processes:
+                process.wait(self._stop_timeout)
         self._read()
 
 

@@ -186,20 +186,32 @@ class StatusReader:
         self._directory, self._clock = directory, clock
         self._changes: dict[str, tuple[tuple[int, float], float]] = {}
         """By process: the id of the process and the time in its file, and when it was first seen so."""
+        self._decoded: dict[str, tuple[tuple[int, int], ObservedStatus]] = {}
+        """By file name: its inode and time, and its content. Every write replaces the file."""
 
     def read(self) -> dict[str, ObservedStatus]:
         """Return the status of every process that has a status file."""
         statuses, now = {}, self._clock()
-        for path in sorted(self._directory.glob("*.json")):
+        for path in sorted(self._directory.glob("*.json"), key=lambda path: path.name):
             # Removed meanwhile, since its process has ended; or damaged, until its process writes it again.
             with suppress(FileNotFoundError, ValueError):
-                status = msgspec.json.decode(path.read_bytes(), type=ObservedStatus)
+                status = self._decode(path)
                 beat = (status.pid, status.time)
                 if self._changes.get(status.process, (None, 0.0))[0] != beat:
                     self._changes[status.process] = (beat, now)
                 status.silent_s = now - self._changes[status.process][1]
                 statuses[status.process] = status
         return statuses
+
+    def _decode(self, path: Path) -> ObservedStatus:
+        """Return the content of a file, which is read only if it has changed: there may be hundreds."""
+        stat = path.stat()
+        written = (stat.st_ino, stat.st_mtime_ns)
+        known = self._decoded.get(path.name)
+        if known is None or known[0] != written:
+            status = msgspec.json.decode(path.read_bytes(), type=ObservedStatus)
+            known = self._decoded[path.name] = (written, status)
+        return known[1]
 
 
 def read_status(directory: Path) -> dict[str, ObservedStatus]:
