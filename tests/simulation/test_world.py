@@ -1,0 +1,33 @@
+"""Runs on simulated hosts, with everything that decides real: nothing is lost or trained twice, whatever fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.errors import LaunchError
+from tests.simulation.settings import Result, Settings
+from tests.simulation.world import World
+
+SMALL = {
+    "hosts": 4, "gpus_per_host": 2, "trainer_hosts": 2, "spares": 1, "in_flight": 96, "batch_size": 32,
+    "max_steps": 24, "mean_tokens": 1000, "step_s": 4.0, "tool_s": 2.0, "server_start_s": 15.0,
+    "trainer_start_s": 10.0, "reboot_s": 60.0, "partition_share": 0.25, "partition_s": 30.0,
+}  # fmt: skip
+KINDS = {"server": 3.0, "host": 1.0, "link": 1.0, "trainer": 1.0, "orchestrator": 1.0}
+
+
+def play(directory: Path, seed: int, **settings: object) -> Result:
+    world = World(Settings(**{**SMALL, **settings}), directory, seed)
+    try:
+        return world.play()
+    except LaunchError as error:
+        raise AssertionError("\n".join([*world.view.messages, *world.errors, str(error)])) from error
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_draw_is_trained_once_or_dropped_with_a_reason_whatever_is_killed(tmp_path: Path, seed: int) -> None:
+    result = play(tmp_path, seed, kills=6, kinds=KINDS)
+    assert result.violations == []
+    assert result.kills.total() == 7
