@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -17,34 +16,12 @@ from headrace.launch.slurm_job import JobSize, batch_script, headrace_command, s
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from tests.end_to_end.runs import write_run_file
-
-SUBMIT = "sbatch --parsable --begin=now+1hour"
-RECORDING = """#!/bin/sh
-echo "$(basename "$0") $*" >> "$CALLS"
-[ "$(basename "$0")" = "$REFUSING" ] && { echo "$REFUSING: error: invalid partition specified: gpu" >&2; exit 1; }
-[ "$(basename "$0")" = sbatch ] && { cat > "$CALLS.script"; echo "17;cluster"; }
-exit 0
-"""
+from tests.launch.slurm_stand_in import SUBMIT, install, options
 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The commands of SLURM that were called, one per line."""
-    folder, calls = tmp_path / "bin", tmp_path / "calls"
-    folder.mkdir()
-    for name in ("sbatch", "scontrol", "scancel"):
-        (folder / name).write_text(RECORDING)
-        (folder / name).chmod(0o755)
-    calls.touch()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(calls))
-    monkeypatch.setenv("REFUSING", "")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    return calls
-
-
-def options(script: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return install(tmp_path, monkeypatch)
 
 
 def test_the_script_has_what_was_configured_and_the_users_lines_count():

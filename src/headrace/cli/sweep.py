@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,23 +17,28 @@ from headrace.config.base import ConfigError
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import hold
+from headrace.launch.slurm_job import in_allocation, submitted
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.runfile.run import RunConfig
 from headrace.tools.compare.view import align
+from headrace.tools.sweep.array import SCRIPT, array_script
 from headrace.tools.sweep.config import SweepConfig, flatten, override_words, read_sweep
-from headrace.tools.sweep.jobs import default_directory, make_jobs
+from headrace.tools.sweep.jobs import Job, check_engines, default_directory, make_jobs
 from headrace.tools.sweep.plan import PlannedRun, format_value, plan_runs
 from headrace.tools.sweep.record import (
     SweepRecord,
     check_settings,
     name_runs,
+    note_outcomes,
     read_record,
     revise_record,
+    state_of,
     write_record,
 )
 from headrace.tools.sweep.report import write_report
 from headrace.tools.sweep.results import EVALUATION
-from headrace.tools.sweep.runner import Runner, divide_machine
+from headrace.tools.sweep.runner import LOGS, Runner, divide_machine
+from headrace.transport.files import write_atomically
 
 NOT_IN_FILE = ("checkpoints", "output", "zero_shot")
 """Options of `headrace eval` that a sweep sets itself, or does not support."""
@@ -50,6 +56,9 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dry-run", action="store_true", help="print the runs and what each sets, and stop")
     how.add_argument("--report", action="store_true", help="only write the report, also while the sweep runs")
     how.add_argument("--clean", action="store_true", help="delete runs that were started with other settings")
+    how.add_argument(
+        "--print", action="store_true", help="with --launch.on slurm: write the batch script, submit nothing"
+    )
     add_format(parser)
     parser.epilog = (
         "Any key of the file can be overridden: --parallel 2, --output_dir DIR. The same command continues a "
@@ -74,6 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
         record = read_record(directory)
         if not record.plan:
             raise BadInput("no sweep was started here", file=directory, fix="Leave out --report to start one.")
+        note_outcomes(directory, record)
         _report(directory, record, sweep, arguments.format)
         return 0
     evaluation = None
@@ -81,14 +91,20 @@ def _run(arguments: argparse.Namespace) -> int:
         evaluation = read_evaluation(sweep.eval, " + ".join(map(str, arguments.files)), directory)
     runs = name_runs(plan_runs(sweep), read_record(directory))
     jobs = make_jobs(runs, common, kind, files, directory)
-    shares = divide_machine(sweep, jobs)
+    on_slurm = any(job.config.launch.on == "slurm" for job in jobs) and not in_allocation()
+    at_once = sweep.parallel if on_slurm else len(divide_machine(sweep, jobs))
     if arguments.dry_run:
-        print(f"{len(runs)} runs in {directory}, {len(shares)} at once\n{_plan_table(runs)}")
+        print(f"{len(runs)} runs in {directory}, {at_once} at once\n{_plan_table(runs)}")
         return 0
     with hold(directory) as lock:
         known = read_record(directory)
         record = revise_record(known, runs, {job.name: job.config for job in jobs}, files)
         check_settings(directory, known, record, clean=arguments.clean)
+        if on_slurm:
+            note_outcomes(directory, record)
+            states = {run.name: state_of(run, directory) for run in record.planned}
+            if left := [job for job in jobs if states[job.name] not in ("finished", "running")]:
+                return _submit(sweep, record, directory, left, only_print=arguments.print)
         write_record(directory, record)
         code = Runner(sweep, record, directory, jobs, lock).run()
         try:
@@ -103,6 +119,22 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"headrace: failed: {', '.join(failed)}; the same command tries again", file=sys.stderr)
         return 1
     return code
+
+
+def _submit(sweep: SweepConfig, record: SweepRecord, directory: Path, jobs: Sequence[Job], *, only_print: bool) -> int:
+    """Submit a job array of the runs that are left."""
+    check_engines(jobs, len(jobs) if sweep.parallel == "auto" else sweep.parallel)
+    text = array_script(jobs, directory, sweep.parallel)
+    with nullcontext() if only_print else submitted(text) as job:
+        (directory / LOGS).mkdir(exist_ok=True)
+        write_record(directory, record)
+        write_atomically(directory / SCRIPT, text.encode())
+    if job is None:
+        print(f"wrote {directory / SCRIPT}; submit it with: sbatch {directory / SCRIPT}")
+    else:
+        print(f"submitted job {job} ({len(jobs)} runs): {directory / SCRIPT}\nlogs: {directory / LOGS}")
+        print(f"cancel: scancel {job}\nreport on the runs that have ended: the same command with --report")
+    return 0
 
 
 def _plan_table(runs: Mapping[str, PlannedRun]) -> str:

@@ -73,7 +73,7 @@ def _one_word(value: str) -> str:
 def headrace_command(*words: str) -> str:
     """Return the shell command of `headrace WORDS`; a prologue can set HEADRACE, for example for a container."""
     own = shlex.join([sys.executable, "-m", "headrace"])
-    return f"${{HEADRACE:-{own}}} {shlex.join(words)}"
+    return " ".join([f"${{HEADRACE:-{own}}}", *map(shlex.quote, words)])
 
 
 def run_script(run: RunDir, command: str, slurm: SlurmConfig, size: JobSize) -> str:

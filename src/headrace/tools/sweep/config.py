@@ -85,8 +85,12 @@ class SweepConfig(Config):
 
 
 def read_sweep(files: Sequence[Path], overrides: Sequence[str]) -> SweepConfig:
-    """Read the files, merged left to right; raises `ConfigError` if a run file does not exist."""
-    config, _ = load(SweepConfig, files, overrides)
+    """Read the files, merged left to right; raises `ConfigError` if a run file does not exist.
+
+    `--launch.on slurm` sets a key of the run file: it is short for `--overrides.launch.on slurm`.
+    """
+    words = [f"--overrides.{word[2:]}" if word.startswith("--launch.") else word for word in overrides]
+    config, _ = load(SweepConfig, files, words)
     where = " + ".join(map(str, files))
     if not config.files:
         raise ConfigError("required, and not set", key="run", file=where, fix="Name a run file.")

@@ -15,10 +15,12 @@ import msgspec
 from headrace.config.base import Config
 from headrace.errors import BadInput
 from headrace.launch.errors import BadRequest
+from headrace.launch.heartbeat import HeartbeatContent
 from headrace.launch.run_directory import DirectoryPlan, in_use, is_run
 from headrace.tools.compare.inputs import differences, settings_of
 from headrace.tools.sweep.plan import PlannedRun, folder_name
 from headrace.transport.files import write_atomically
+from headrace.transport.run_dir import RunDir
 
 SCHEMA = 1
 FILE = "sweep.json"
@@ -126,6 +128,18 @@ def _changes(before: RunRecord, now: RunRecord) -> str:
     changed = differences([before.settings, now.settings])
     shown = {key: ["default" if value is None else str(value) for value in values] for key, values in changed.items()}
     return ", ".join(f"{key} was {was}, now {new}" for key, (was, new) in shown.items())
+
+
+def note_outcomes(directory: Path, record: SweepRecord) -> None:
+    """Record how runs ended that were started elsewhere, as by SLURM: their heartbeats have it."""
+    for run in record.planned:
+        path = RunDir(directory / run.name).heartbeat
+        if run.outcome != "finished" and path.is_file():
+            content = msgspec.json.decode(path.read_bytes(), type=HeartbeatContent)
+            if content.state in ("finished", "failed"):
+                run.outcome, run.failure = (
+                    ("finished", "") if content.state == "finished" else ("failed", content.problem)
+                )
 
 
 def state_of(record: RunRecord, directory: Path) -> State:
