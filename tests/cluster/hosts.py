@@ -125,7 +125,7 @@ class NamespacedHost:
                 found += [int(entry.name)] * is_own
         return found
 
-    def send_signal(self, number: signal.Signals, containing: str = "") -> list[int]:
+    def send_signal(self, number: int, containing: str = "") -> list[int]:
         """Signal the processes whose command line contains a text, except the first process; return their ids."""
         hit = []
         for pid in self.pids():

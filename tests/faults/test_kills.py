@@ -1,22 +1,16 @@
-"""Random kills in runs of several kinds: nothing is lost or doubled, and the model is that of an uninterrupted run.
-
-The check is independent of ours: its own SQL on the journal and its own reading of the Parquet files.
-"""
+"""Random kills in runs of several kinds: nothing is lost or doubled, and the model is that of an uninterrupted run."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
@@ -24,6 +18,7 @@ from headrace.observe.metrics import read_metrics
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
 from tests.faults.conftest import show
+from tests.faults.independent_check import check_journal
 
 pytestmark = pytest.mark.faults
 
@@ -79,7 +74,7 @@ def test_kills_lose_and_double_nothing(
     rng = random.Random(f"{seed} {kind}")
     kills = pytestconfig.getoption("--kills") // len(KINDS)
     done = Killer([*command, "--output_dir", killed.root, "--launch.max_restarts", 1000], killed, rng).run(kills)
-    draws = None if kind.startswith("sft") else check_journal(killed)
+    draws = None if kind.startswith("sft") else check_journal(killed, MAX_STEPS)
     assert steps_of(killed) == set(range(1, MAX_STEPS + 1))
     models = [tensors_of(run.final_model) for run in (whole, killed)]
     assert models[0].keys() == models[1].keys()
@@ -144,20 +139,3 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
 def steps_of(run: RunDir) -> set[int]:
     """The steps that the trainer has recorded."""
     return {record["step"] for record in read_metrics(run.metrics) if "loss" in record}
-
-
-def check_journal(run: RunDir) -> int:
-    """Every draw is in one batch and in its Parquet file, or dropped with a reason; returns the number of draws."""
-    with closing(sqlite3.connect(f"file:{run.journal}?mode=ro", uri=True)) as database:
-        draws = database.execute("SELECT id, state, step, reason FROM draws ORDER BY id").fetchall()
-        steps = [step for (step,) in database.execute("SELECT step FROM steps ORDER BY step")]
-        ((covered,),) = database.execute("SELECT step FROM covered")
-    assert steps == list(range(1, MAX_STEPS + 1)) and covered == MAX_STEPS
-    assert [draw for draw, *_ in draws] == list(range(len(draws)))
-    assert {state for _, state, _, _ in draws} <= {"shipped", "dropped"}
-    assert all(reason for _, state, _, reason in draws if state == "dropped")
-    for step in steps:
-        table = pq.read_table(run.rollouts / f"step-{step:08d}.parquet", columns=["draw_id", "drop_reason"]).to_pylist()
-        kept = {row["draw_id"] for row in table if row["drop_reason"] is None}
-        assert kept == {draw for draw, state, own, _ in draws if state == "shipped" and own == step}, step
-    return len(draws)
