@@ -34,7 +34,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdTimeout=15
-KillWait=5
+KillWait=30
 MinJobAge=600
 ReturnToService=2
 SlurmdParameters=config_overrides

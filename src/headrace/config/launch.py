@@ -31,8 +31,9 @@ class SlurmConfig(Config):
     """The partition; unset: the cluster's default."""
     account: str | None = None
     """The account that is charged; unset: your default."""
-    time: str | None = None
-    """The time limit, as `sbatch --time` takes it (`24:00:00`, `2-00`); unset: that of the partition."""
+    time: int | str | None = None
+    """The time limit in minutes, or as `sbatch --time` takes it (`"24:00:00"`, `"2-00"`); unset: that of the
+    partition."""
     requeue: bool = True
     """Whether the job is queued again at its time limit, and after the loss of its first host, to continue the run."""
     signal_before: int = Field(120, ge=10)
