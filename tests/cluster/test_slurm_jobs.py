@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.hosts import HostSet
 from tests.cluster.slurm import SlurmCluster
 from tests.end_to_end.runs import write_run_file
 
@@ -39,3 +40,16 @@ def test_a_run_that_needs_more_hosts_than_its_allocation_is_refused(
     run = ["rl", file, "--launch.on", "slurm", "--launch.trainer_nodes", 2, "--launch.inference_nodes", 2]
     output = slurm.run("salloc", "--nodes=2", *HEADRACE, *run, check=False)
     assert "needs 4 hosts" in output
+
+
+@pytest.mark.full
+def test_a_host_of_the_job_that_does_not_share_the_folder_is_named(
+    slurm: SlurmCluster, hosts: HostSet, tmp_path: Path, tiny_model: Path
+):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    file = write_run_file(tmp_path, tiny_model, folder / "run")
+    hosts[5].run("mount", "-t", "tmpfs", "other", folder)
+    run = ["rl", file, "--launch.on", "slurm", "--launch.trainer_nodes", 2, "--launch.inference_nodes", 2]
+    output = slurm.run("salloc", "--nodes=4", *HEADRACE, *run, check=False)
+    assert "host5" in output.partition("on 4 hosts")[2]
