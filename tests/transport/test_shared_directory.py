@@ -26,6 +26,12 @@ def test_a_host_that_sees_another_directory_is_found_on_both_sides(tmp_path: Pat
     assert not mine.confirm("host", timeout_s=0.0)
 
 
+def test_what_a_killed_driver_has_left_is_deleted_by_the_next_one(tmp_path: Path):
+    for name in (".canary-1", ".canary-2"):
+        Canary(tmp_path, name).create()
+    assert [path.name for path in tmp_path.iterdir()] == [".canary-2"]
+
+
 def test_the_file_of_an_earlier_driver_is_not_taken_for_this_one(tmp_path: Path):
     canary = Canary(tmp_path, ".canary-2")
     canary.folder.mkdir()

@@ -51,7 +51,7 @@ from headrace.launch.node_messages import (
 from headrace.launch.node_registry import LeaseLost, NameInUse, Node, NodeRegistry
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
-from headrace.transport.shared_directory import Canary
+from headrace.transport.shared_directory import PREFIX, Canary
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Driver:
         self.notify = notify
         self.run, self._interface = run, interface
         self._key = os.environ.get(KEY_VAR) or secrets.token_urlsafe(32)
-        self._canary = Canary(run.root.resolve(), f".canary-{secrets.token_hex(8)}")
+        self._canary = Canary(run.root.resolve(), f"{PREFIX}{secrets.token_hex(8)}")
         self._canary.create()
         self._server = _Server(self, socket.create_server(("127.0.0.1", port)) if is_alone else listen_everywhere(port))
         address = address or ("127.0.0.1" if is_alone else advertised_address(interface))
@@ -231,6 +231,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = CONNECTION_TIMEOUT_S
+    wbufsize = -1  # headers and body in one packet: two would wait 40 ms for a delayed acknowledgement
     server: _Server
 
     def do_GET(self) -> None:

@@ -21,6 +21,7 @@ SEE_TIMEOUT_S = 10.0
 POLL_S = 0.25
 TIMED_WRITES = 3
 DRIVER_FILE = "driver"
+PREFIX = ".canary-"
 FIX = "Choose an output_dir on a file system that has it (NFS 4, Lustre, BeeGFS, CephFS and GPFS do)."
 
 
@@ -29,13 +30,15 @@ class UnsuitableDirectory(Failure):
 
 
 class Canary:
-    """The folder `name` of a run directory, in which the driver and each host write one file."""
+    """The folder `name`, which begins with `PREFIX`, of a run directory: the driver and each host write one file."""
 
     def __init__(self, run: Path, name: str) -> None:
         self.folder, self.name = run / name, name
 
     def create(self) -> None:
-        """Write the driver's file."""
+        """Write the driver's file, and delete what a driver that was killed has left."""
+        for old in self.folder.parent.glob(PREFIX + "*"):
+            shutil.rmtree(old, ignore_errors=True)
         self.folder.mkdir(parents=True)
         write_atomically(self.folder / DRIVER_FILE, self.name.encode())
 

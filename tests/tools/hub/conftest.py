@@ -69,6 +69,7 @@ def run(tmp_path: Path) -> Path:
     save_file({"ids": np.arange(9)}, run.batches.path(5))
     Journal(run.journal).close()
     write_endpoint(run.endpoints / "inference.json", Endpoint("http://127.0.0.1:1", 1, KEY, KEY))
+    run.driver.write_text(f'{{"url": "http://127.0.0.1:1", "key": "{KEY}"}}')
     (root / ".env").write_text(f"HF_TOKEN={KEY}")
     run.logs.mkdir()
     (run.logs / "inference.log").write_text(KEY)

@@ -253,7 +253,7 @@ def test_a_sweep_comes_back_whole_but_for_secrets_and_what_is_of_one_machine(
     before = files_in(sweep)
     assert headrace("push", sweep, "team/lambda") == 0
     left_out = set(re.findall(r"^left out: (.+) \(.+\)$", capsys.readouterr().out, re.MULTILINE))
-    inner = ("endpoints", "turns", ".env", "journal.sqlite-shm", "model/key.pem")
+    inner = ("endpoints", "driver.json", "turns", ".env", "journal.sqlite-shm", "model/key.pem")
     own = {f"{name}/{path}" for name in ("lr=0.0001,seed=0", "lr=0.001,seed=0") for path in inner}
     assert left_out == own | {".lock", "unused", "latest", "outside.json"}
     assert headrace("pull", "team/lambda", tmp_path / "copy", "--dataset") == 0

@@ -22,8 +22,8 @@ from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 
 PRIVATE_KEYS = ("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa", "id_ecdsa", "id_ed25519")
-OF_A_RUN = {"endpoints": "keys of servers", "turns": "locks of this machine"}
-"""Folders of a run directory that are not uploaded, with the reason."""
+OF_A_RUN = {"endpoints": "keys of servers", "driver.json": "the key of its launcher", "turns": "locks of this machine"}
+"""Files and folders of a run directory that are not uploaded, with the reason."""
 CHUNK_BYTES = 1 << 20
 _SECRET_KEY = re.compile(
     r"(^|[_-])((api|access|auth|secret)[_-]?(key|token)|secret|password|authorization)$", re.IGNORECASE
@@ -72,8 +72,10 @@ def _reason(path: Path, inner: str, folder: Path, exclude: Sequence[str]) -> str
         return "a private key"
     if path.is_symlink() and (path.is_dir() or not path.resolve().is_relative_to(folder.resolve())):
         return "a link to a folder, or out of this one"
+    if name in OF_A_RUN and is_run(path.parent):
+        return OF_A_RUN[name]
     if path.is_dir():
-        return OF_A_RUN.get(name) if is_run(path.parent) else None
+        return None
     if not path.is_file():
         return "no file"
     if name.endswith(".sqlite-shm"):
