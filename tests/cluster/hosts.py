@@ -191,6 +191,12 @@ class HostSet:
         """Return host `number`, from 1."""
         return self.hosts[number - 1]
 
+    def add_own_address(self) -> str:
+        """Give this machine an address that the hosts reach, and return it."""
+        address = self[1].address.rpartition(".")[0] + ".254"
+        ip("addr", "add", f"{address}/24", "dev", f"hr{self._set}-br")
+        return address
+
     def restart(self, number: int) -> None:
         self[number].kill()
         self[number].start(self._host_file)

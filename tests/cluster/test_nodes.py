@@ -18,11 +18,12 @@ from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.hosts.nodes import NodeHosts, NodeProcess
 from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR
 from headrace.transport.run_dir import RunDir
-from tests.cluster.hosts import BRIDGE, SUBNET, HostSet, ip, wait_for
+from tests.cluster.hosts import HostSet, wait_for
 from tests.launch.launching import is_alive
 from tests.launch.node_world import FOREVER
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90, func_only=True)]
+misuse = pytest.mark.full
 
 MISUSE_LIMIT_S = 30.0
 LEASE_S = 5.0
@@ -33,10 +34,9 @@ class Run:
 
     def __init__(self, hosts: HostSet, root: Path, interface: str | None = None) -> None:
         root.mkdir()
-        ip("addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
-        self.root, self.notices, self._hosts = root, list[str](), hosts
+        self.root, self.notices, self._hosts, self.address = root, list[str](), hosts, hosts.add_own_address()
         self.driver = Driver(
-            RunDir(root), address=f"{SUBNET}.254", interface=interface, lease_s=LEASE_S, notify=self.notices.append
+            RunDir(root), address=self.address, interface=interface, lease_s=LEASE_S, notify=self.notices.append
         )
         self._agents: list[subprocess.Popen[str]] = []
 
@@ -81,27 +81,30 @@ def run(hosts: HostSet, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 
 
 @pytest.mark.parametrize("run", [None, "eth0"], indirect=True)
-def test_hosts_advertise_the_address_on_their_route_or_of_the_interface(run: Run):
+def test_hosts_advertise_the_address_on_their_route_or_of_the_interface(run: Run, hosts: HostSet):
     run.join(1, 2, 3)
     nodes = NodeHosts(run.driver, needed=3)
     assert [(host.name, host.address) for host in nodes.wait_until_ready()] == [
-        (f"host{n}", f"{SUBNET}.{n}") for n in (1, 2, 3)
+        (host.name, host.address) for host in hosts.hosts[:3]
     ]
     nodes.close()
 
 
+@misuse
 @pytest.mark.parametrize("run", ["lo"], indirect=True)
 def test_an_address_that_leads_to_another_host_is_found(run: Run):
     run.join(1, 2)
     assert all(word in run.failure(2) for word in ("host1", "host2", "127.0.0.1:", "launch.interface"))
 
 
+@misuse
 @pytest.mark.parametrize("run", ["ib0"], indirect=True)
 def test_an_interface_that_a_host_does_not_have_is_named(run: Run):
     run.join(1)
     assert all(word in run.failure(1) for word in ("host1", "ib0", "eth0"))
 
 
+@misuse
 def test_a_host_that_does_not_share_the_directory_is_named(run: Run, hosts: HostSet):
     hosts[3].run("mount", "-t", "tmpfs", "other", run.root)
     [_, astray] = [*run.join(2), *run.join(3, env=dict(run.driver.env))]
@@ -110,16 +113,19 @@ def test_a_host_that_does_not_share_the_directory_is_named(run: Run, hosts: Host
     assert astray.wait(MISUSE_LIMIT_S) == 1 and "host3" in run.output(3).read_text()
 
 
+@misuse
 def test_hosts_that_do_not_reach_each_other_are_named(run: Run, hosts: HostSet):
-    hosts[2].run("ip", "route", "add", "prohibit", f"{SUBNET}.3/32")  # as a firewall between two racks
+    hosts[2].run("ip", "route", "add", "prohibit", f"{hosts[3].address}/32")  # as a firewall between two racks
     run.join(1, 2, 3)
     error = run.failure(3)
-    assert all(word in error for word in ("host2", "host3", f"{SUBNET}.2", f"{SUBNET}.3:")) and "host1" not in error
+    assert all(word in error for word in ("host2", "host3", hosts[2].address, f"{hosts[3].address}:"))
+    assert "host1" not in error
 
 
+@misuse
 def test_a_name_that_does_not_resolve_and_a_closed_port_are_named_by_host(run: Run):
     port = int(run.driver.url.rpartition(":")[2])
-    for url, number in ((f"http://login-1:{port}", 4), (f"http://{SUBNET}.254:9", 5)):
+    for url, number in ((f"http://login-1:{port}", 4), (f"http://{run.address}:9", 5)):
         run.join(number, env={DRIVER_VAR: url, KEY_VAR: "any"})
     run.join(1)
     error = run.failure(2)
