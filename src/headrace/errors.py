@@ -38,6 +38,10 @@ class Repaired(Failure):
     """A damaged file was set aside. The run continues without it once all of its processes are started again."""
 
 
+class Fenced(Failure):
+    """Another process has replaced this one while it was paused or cut off: the file system has refused a write."""
+
+
 class BadInput(Failure):
     """Invalid input of the user; nothing has been started or changed.
 

@@ -12,10 +12,11 @@ from headrace.errors import AGAIN, BAD_INPUT
 from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.hosts.base import Host
 from headrace.launch.restarts import HOST_NEWS_S, HostWait, Recovery, Restarts
-from headrace.launch.run_plan import HOSTS_VAR, RunPlan
+from headrace.launch.run_plan import RunPlan
 from headrace.launch.supervisor import Supervisor
 from headrace.observe.metrics import MetricsLog
 from headrace.transport.endpoint import Endpoint, write_endpoint
+from headrace.transport.journal_files import HOSTS_VAR
 from headrace.transport.run_dir import RunDir
 from tests.launch.simulated_hosts import SimulatedClock, SimulatedHosts, SimulatedProcess
 from tests.launch.test_run import run_of

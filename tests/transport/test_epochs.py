@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.errors import FENCED, BadInput
+from headrace.errors import FENCED, BadInput, Fenced
 from headrace.transport.batches import BatchStore
 from headrace.transport.epochs import (
     DRAFTS,
@@ -29,7 +29,7 @@ from headrace.transport.epochs import (
     numbers,
     take_epoch,
 )
-from headrace.transport.files import Fenced, discard, use_drafts, write_atomically, write_directory
+from headrace.transport.files import discard, use_drafts, write_atomically, write_directory
 from headrace.transport.lease import LEASE_S, Holder, Lease, Observer, Verdict, this_process
 from tests.refusals import refused
 

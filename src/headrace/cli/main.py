@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from headrace import __version__
 from headrace.cli.common import RUN_FILES, separate_overrides
-from headrace.errors import BAD_INPUT, RESTART_RUN, BadInput, Failure, Repaired
+from headrace.errors import BAD_INPUT, FENCED, RESTART_RUN, BadInput, Failure, Fenced, Repaired
 from headrace.safe_text import CONTINUATION, escape_output
 
 FAILED = 1
@@ -165,6 +165,8 @@ def explain(error: BaseException) -> Explanation | None:
         return Explanation("another rank is gone; what it said comes before this", FAILED)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, by name, because torch may not be imported
         return Explanation(f"the GPU is out of memory. {GPU_MEMORY_ADVICE} The error: {error}", FAILED)
+    if isinstance(error, Fenced):
+        return Explanation(str(error), FENCED)
     if isinstance(error, Repaired):
         return Explanation(f"{error}. Start the processes of the run again to continue", RESTART_RUN)
     if isinstance(error, Failure):

@@ -54,6 +54,7 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
     stop_with_launcher()
     add_code_folders_of(run)
     with naming_run(run.root), announcements(run.root):
+        run.create_directories()
         status = Status(run.status / "ranks", f"{name}-{rank}") if rank else Status(run.status, name)
         try:
             yield status

@@ -31,6 +31,7 @@ from headrace.machine import visible_gpus
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
+from headrace.transport.epochs import LAUNCHER_VAR
 from headrace.transport.run_dir import RunDir
 
 LAST_PORT = 65535
@@ -156,7 +157,7 @@ def exported(config: RunConfig | SftConfig) -> dict[str, str]:
             os.environ.setdefault(name, secrets.token_urlsafe(32))
     if isinstance(config, RunConfig):
         keys |= {config.orchestrator.client.api_key_var, config.orchestrator.client.admin_key_var}
-    inherited = {name: os.environ[name] for name in (*launch.env_from, *keys) if name in os.environ}
+    inherited = {name: os.environ[name] for name in (*launch.env_from, *keys, LAUNCHER_VAR) if name in os.environ}
     return {**without_exported(launch.env), **inherited}
 
 

@@ -10,10 +10,8 @@ from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.placement import place, place_again, scale
 from headrace.launch.processes import needs_of, processes_of
 from headrace.runfile.run import RunConfig
+from headrace.transport.journal_files import HOSTS_VAR
 from headrace.transport.run_dir import RunDir
-
-HOSTS_VAR = "HEADRACE_HOSTS"
-"""Environment variable with the number of hosts that take part."""
 
 
 class RunPlan:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from headrace.errors import Failure
+from headrace.errors import Fenced
 from headrace.rollout.batch import DamagedFile
 
 MARKER = "COMPLETE.json"
@@ -26,10 +26,6 @@ DISCARD_TIMEOUT_S = 10.0
 _NONCE = uuid.uuid4().hex[:8]
 _drafts: dict[Path, Path] = {}
 """By run directory: the folder for the drafts of this process's epoch."""
-
-
-class Fenced(Failure):
-    """This process no longer holds its epoch: the file system has refused a write."""
 
 
 def temporary(path: Path) -> Path:
@@ -122,7 +118,11 @@ def draft_of(final: Path) -> Path:
 
     It is in the folder of this process's epoch if it has one (`epochs`), else beside `final`.
     """
-    return _fenced_draft(final) or final.with_name(f".{final.name}.tmp")
+    with _fenced(final):
+        draft = _fenced_draft(final)
+        if draft is not None:
+            draft.parent.stat()  # for a clear error at this point; what counts is that the rename fails
+    return draft or final.with_name(f".{final.name}.tmp")
 
 
 def _fenced_draft(final: Path, end: str = "tmp") -> Path | None:

@@ -13,6 +13,7 @@ of them can be replayed and checked. Tables, checksums and the migration of olde
 from __future__ import annotations
 
 import logging
+import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -82,12 +83,14 @@ class Journal:
                 self._open_for_writing()
 
     def _open_for_reading(self) -> None:
-        path = self.path
+        path, options = self.path, "mode=ro"
         if is_shared_between_hosts(path.parent):
             self._copy = TemporaryDirectory(prefix="headrace-journal-")
             path = Path(self._copy.name) / path.name
             copy_journal(self.path, path)
-        options = "mode=ro&immutable=1" if is_at_rest(path) else "mode=ro"
+            options = "mode=rw"  # SQLite recovers the copy from its log
+        if is_at_rest(path):
+            options = "mode=ro&immutable=1"
         self._file = self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
         version = check_version(self._file, self.path)
         if version == 0:
@@ -429,24 +432,29 @@ def take_over(root: Path, epoch: int) -> Journal:
     The caller holds the epoch, so that the batches in the copy are all that older epochs can ever announce.
     """
     older, target = journals(root), journal_of(root, epoch)
-    if older:
-        *outdated, newest = older.values()
-        draft = draft_of(target)
-        check_log(newest)
-        copy_journal(newest, draft)
-        try:
-            with closing(Journal(draft, read_only=True)) as copy:
-                copy.refuse_damage()
-        except BadInput as error:
-            error.file = newest
-            raise
-        with closing(sqlite3.connect(draft)) as copy:  # one file, which is renamed
-            copy.execute("PRAGMA journal_mode=DELETE")
-        sync(draft)
-        move(draft, target)
-        sync(root)
-        for path in outdated:
-            delete_journal(path)
+    draft = draft_of(target)
+    with TemporaryDirectory(prefix="headrace-journal-") as local:  # where SQLite has locks
+        path = Path(local) / target.name
+        if older:
+            *outdated, newest = older.values()
+            check_log(newest)
+            copy_journal(newest, path)
+            try:
+                with closing(Journal(path, read_only=True)) as copy:
+                    copy.refuse_damage()
+            except BadInput as error:
+                error.file = newest
+                raise
+            for each in outdated:
+                delete_journal(each)
+        else:
+            Journal(path).close()
+        with closing(sqlite3.connect(path)) as database:  # all of it in one file
+            database.execute("PRAGMA journal_mode=DELETE")
+        shutil.copyfile(path, draft)
+    sync(draft)
+    move(draft, target)
+    sync(root)
     return Journal(target)
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from headrace.transport.journal_schema import log_of
+from headrace.transport.journal_schema import has_log, log_of
 
 FIRST_JOURNAL = "journal.sqlite"
 LOG_HEADER_BYTES = 32
@@ -56,21 +57,20 @@ def copy_journal(source: Path, target: Path) -> None:
         header = _log_header(source)
         shutil.copyfile(source, target)
         for end in ("-wal", "-journal"):
-            part = source.with_name(f"{source.name}{end}")
-            if part.exists():
-                shutil.copyfile(part, target.with_name(f"{target.name}{end}"))
-            else:
-                target.with_name(f"{target.name}{end}").unlink(missing_ok=True)
+            part, copy = (path.with_name(f"{path.name}{end}") for path in (source, target))
+            copy.unlink(missing_ok=True)
+            if part.name in os.listdir(part.parent):
+                with suppress(FileNotFoundError):  # its last writer has just ended
+                    shutil.copyfile(part, copy)
         if header == _log_header(source):
             return
 
 
 def _log_header(path: Path) -> bytes:
-    try:
-        with open(log_of(path), "rb") as file:
+    if has_log(path):
+        with suppress(FileNotFoundError), open(log_of(path), "rb") as file:
             return file.read(LOG_HEADER_BYTES)
-    except FileNotFoundError:
-        return b""
+    return b""
 
 
 def is_shared_between_hosts(directory: Path) -> bool:

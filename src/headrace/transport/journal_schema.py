@@ -11,6 +11,7 @@ the log is read here before SQLite opens it.
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 import struct
@@ -223,9 +224,9 @@ def check_log(path: Path) -> None:
     A transaction that was being written when the process was killed is not damage: nothing comes after it.
     """
     log = log_of(path)
-    content = log.read_bytes() if log.is_file() else b""
+    content = log.read_bytes() if has_log(path) else b""
     while content and (place := _ignored_part(content)) is not None:
-        again = log.read_bytes() if log.is_file() else b""
+        again = log.read_bytes() if has_log(path) else b""
         if again == content:  # else a process was writing
             raise BadInput(
                 f"the journal's write-ahead log is damaged at byte {place}: the commits from there on are lost",
@@ -240,6 +241,11 @@ def log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
+def has_log(path: Path) -> bool:
+    """Return whether a journal has a log, by a listing: a host remembers that a name did not exist."""
+    return path.parent.is_dir() and log_of(path).name in os.listdir(path.parent)
+
+
 def is_at_rest(path: Path) -> bool:
     """Return whether no process writes the journal: its last writer has removed the write-ahead log.
 
@@ -247,7 +253,7 @@ def is_at_rest(path: Path) -> bool:
     """
     with open(path, "rb") as file:
         uses_log = file.read(20)[18:] == b"\x02\x02"
-    return uses_log and not log_of(path).exists()
+    return uses_log and not has_log(path)
 
 
 def _ignored_part(log: bytes) -> int | None:

@@ -37,6 +37,15 @@ class RunDir:
         self.probes = ProbeStore(root / "probes")
         self.tokens = TokenExports(root / "tokens")
 
+    def create_directories(self) -> None:
+        """Create the directories in which processes wait for each other, before one of them looks for one.
+
+        A host may remember for half a minute that a directory did not exist.
+        """
+        exchanged = (self.batches.directory, self.weights.directory, self.endpoints, self.checkpoints, self.rollouts)
+        for directory in exchanged:
+            directory.mkdir(parents=True, exist_ok=True)
+
     @property
     def journal(self) -> Path:
         """The newest journal, which need not exist."""
