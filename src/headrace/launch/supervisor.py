@@ -32,7 +32,7 @@ from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
 from headrace.launch.watch import STALL_S, Watch, not_up
 from headrace.machine import HostMemory
-from headrace.observe.metrics import History, Tail
+from headrace.observe.metrics import History, MetricsCollector, Tail
 from headrace.observe.status import ObservedStatus, StatusReader, is_up
 from headrace.observe.terminal import View
 from headrace.transport.run_dir import RunDir
@@ -77,6 +77,7 @@ class Supervisor:
         self._plan, self._hosts, self._run, self._view, self._clock = plan, hosts, run, view, clock
         self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
         self._heartbeat = heartbeat or Heartbeat(run.heartbeat)
+        self._collector = MetricsCollector(run.metrics)
         self._tail, self._reader = Tail(run.metrics), StatusReader(run.status, clock.monotonic)
         self._fleet = Fleet(plan, hosts, run, view, stop_timeout)
         self._listed: Sequence[Host] = ()
@@ -179,6 +180,7 @@ class Supervisor:
 
     def _read(self) -> None:
         now = self._clock.monotonic()
+        self._collector.collect()
         for record in self._tail.read():
             self.history.add(record)
             if self._recovery is None or "loss" not in record or self._is_waiting(TRAINER):
@@ -369,6 +371,7 @@ class Supervisor:
                 process.kill()  # even if it has ended: its children may still run
             for process in processes:
                 process.wait(self._stop_timeout)
+        self._collector.close()
         self._read()
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from headrace.transport.announcements import names
+from headrace.transport.files import write_atomically
+from headrace.transport.journal_files import HOSTS_VAR
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +52,14 @@ def spread(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Appends to the run's `metrics.jsonl`, which all processes of the run share."""
+    """Appends to the run's `metrics.jsonl`, which all processes of the run share on one host.
+
+    Between hosts an append is not atomic: each process has a file of its own, which the launcher collects.
+    """
 
     def __init__(self, path: Path, process: str) -> None:
+        if int(os.environ.get(HOSTS_VAR, "1")) > 1:
+            path = path.with_suffix("") / f"{process}.{uuid.uuid4().hex[:8]}.jsonl"
         self.path, self.process = path, process
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -65,6 +76,44 @@ class MetricsLog:
                 line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
+
+
+class MetricsCollector:
+    """Appends what the processes of several hosts have written to the run's `metrics.jsonl`; only the launcher does.
+
+    If it is killed between an append and the record of its positions, the lines are appended again; readers take the
+    last record of a step.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._directory = path, path.with_suffix("")
+        self._mark = self._directory / "positions.json"
+        self._positions: dict[str, int] | None = None
+
+    def collect(self) -> None:
+        parts = [name for name in names(self._directory) if name.endswith(".jsonl")]
+        if not parts:
+            return
+        if self._positions is None:
+            known = self._mark.name in names(self._directory)
+            self._positions = msgspec.json.decode(self._mark.read_bytes(), type=dict[str, int]) if known else {}
+        collected = bytearray()
+        for name in parts:
+            with open(self._directory / name, "rb") as file:
+                file.seek(self._positions.get(name, 0))
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            self._positions[name] = self._positions.get(name, 0) + len(whole)
+            collected += whole
+        if collected:
+            with open(self._path, "ab") as file:
+                file.write(collected)
+            write_atomically(self._mark, msgspec.json.encode(self._positions))
+
+    def close(self) -> None:
+        """Collect the rest, after all processes have ended, and delete their files."""
+        self.collect()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 _decode = msgspec.json.Decoder(dict[str, float | int | bool | str | None]).decode
@@ -87,7 +136,7 @@ class Tail:
         self.path, self.offset = path, offset
 
     def read(self) -> list[Record]:
-        if not self.path.exists() or self.path.stat().st_size <= self.offset:
+        if self.path.name not in names(self.path.parent) or self.path.stat().st_size <= self.offset:
             return []
         with open(self.path, "rb") as file:
             file.seek(self.offset)

@@ -22,6 +22,7 @@
     .drafts/ROLE-E-NONCE/         what an epoch writes, before it gets its final name     transport/epochs.py
     status/                       state of each process, for the terminal view            observe/status.py
     metrics.jsonl                 metrics of all processes                                observe/metrics.py
+    metrics/PROCESS.NONCE.jsonl   the same on several hosts, until they are collected     observe/metrics.py
     monitors/                     positions up to which monitors have read                observe/monitors.py
     heartbeat.json                last sign of life of the run                            launch/heartbeat.py
     logs/                         log file of each process                                launch/supervisor.py
