@@ -41,7 +41,7 @@ UNLIMITED = 2**31 - 1
 STOP_S = 120
 """Time in which a deleted pod stops its processes; a checkpoint may be being written."""
 START_S = 1800
-"""Time until the driver answers: it may have to download the model."""
+"""Time until the driver answers: it may have to download the model. Also until a lost pod was replaced."""
 JOIN_S = 86400
 """Time until all pods have joined: a busy cluster starts them one after the other."""
 LOST_S = 30
@@ -159,7 +159,7 @@ class Pods:
     def _driver(self) -> Object:
         """Return the Job of the launcher. A node beside it takes the orchestrator, which needs no GPU."""
         words = f"headrace {self.command} {RUN_FILE} --output_dir {self.run} --launch.on nodes"
-        words += f" --launch.driver_port {DRIVER_PORT} --launch.join_timeout {JOIN_S}"
+        words += f" --launch.driver_port {DRIVER_PORT} --launch.join_timeout {JOIN_S} --launch.start_timeout {START_S}"
         health = {"httpGet": {"path": "/health", "port": "driver"}, "timeoutSeconds": 5}
         launcher = {
             **self._container("driver", LAUNCHER_RESOURCES),
