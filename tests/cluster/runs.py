@@ -82,6 +82,17 @@ class SlurmRun:
         name = re.findall(rf"\b{re.escape(process)} on (host\d+)", self.log())[-1]
         return next(host for host in self._hosts.hosts if host.name == name)
 
+    def wait_for_restart(self, timeout: float = 240) -> None:
+        """Wait until the job has been queued again and runs, without SLURM's delay of two minutes."""
+
+        def runs_again() -> bool:
+            info = self.info()
+            if info["Restarts"] != "0" and info["JobState"] == "PENDING":
+                self._cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
+            return info["Restarts"] != "0" and info["JobState"] == "RUNNING"
+
+        self.wait_until(runs_again, "the job to run again", timeout)
+
     def wait_for_end(self, timeout: float = 300) -> str:
         """Wait for the end of the job and return its state."""
         deadline = time.monotonic() + timeout

@@ -46,7 +46,8 @@ def test_a_job_at_its_time_limit_is_queued_again_and_continues(slurm: SlurmClust
     run.wait_until(lambda: run.state() == "PENDING", "the job to be queued again", timeout=180)
     step = run.step()
     assert 3 <= step < MAX_STEPS
-    slurm.run("scontrol", "update", f"JobId={run.job}", "StartTime=now", "TimeLimit=60")
+    slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
+    run.wait_for_restart()
     run.check_finished(MAX_STEPS, TIMEOUT_S)
     assert "restart 1" in run.log()
     # The last step before the signal was saved, so no step was repeated.
@@ -100,8 +101,7 @@ def test_the_loss_of_the_batch_host_is_a_requeue(submit: Submit, slurm: SlurmClu
     hosts.restart(host.number)
     time.sleep(20)  # SLURM finds out that the node was away, by its timeout
     slurm.start_node(host.number)
-    run.wait_until(lambda: run.info()["Restarts"] == "1", "the job to be queued again", timeout=180)
-    slurm.run("scontrol", "update", f"JobId={run.job}", "StartTime=now", check=False)
+    run.wait_for_restart()
     run.check_finished(MAX_STEPS, TIMEOUT_S)
 
 
@@ -125,8 +125,7 @@ def test_an_orchestrator_that_was_stopped_and_revived_is_fenced_off(
     host = run.host_of("orchestrator")
     assert host.name == run.info()["BatchHost"]
     host.send_signal(signal.SIGSTOP)  # the whole host, with SLURM's daemon: the job is queued again without it
-    run.wait_until(lambda: run.info()["Restarts"] == "1", "the job to be queued again", timeout=180)
-    slurm.run("scontrol", "update", f"JobId={run.job}", "StartTime=now", check=False)
+    run.wait_for_restart()
     step = run.step()
     run.wait_until(lambda: run.step() > step + 1, "steps of the new orchestrator")
     assert host.send_signal(signal.SIGCONT, containing="headrace")  # not the daemon, which would kill them
