@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +14,9 @@ from headrace.launch.errors import BadRequest
 from headrace.launch.hosts.base import HostRole
 from headrace.launch.node import NodeAgent, default_name, log_to_run
 from headrace.launch.node_messages import NODE_NAME
+from headrace.launch.slurm_job import REQUEUE_VAR, requeue_without_launcher
 from headrace.observe.status import setup_logging
+from headrace.transport.run_dir import RunDir
 
 WAIT_S = 30.0
 ROLES = [role for role in get_args(HostRole) if role]
@@ -37,5 +42,8 @@ def run_node(arguments: argparse.Namespace) -> int:
         raise BadRequest("not allowed as the name of a host", key="--name", value=name, fix=fix)
     setup_logging()
     log_to_run(arguments.run, name)
+    if os.environ.get(REQUEUE_VAR):
+        watch = partial(requeue_without_launcher, RunDir(arguments.run).heartbeat)
+        threading.Thread(target=watch, name="requeue", daemon=True).start()
     with closing(NodeAgent(arguments.run, name, arguments.wait, arguments.role, arguments.state)) as agent:
         return agent.run()

@@ -6,11 +6,13 @@ first host of the job; `launch/hosts/slurm.py` starts a node agent on each host 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ from headrace.launch.errors import BadRequest
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
+log = logging.getLogger(__name__)
+
 JOB_VAR = "SLURM_JOB_ID"
 """Set inside of an allocation: by sbatch and by salloc."""
 NODES_VAR = "SLURM_JOB_NUM_NODES"
@@ -29,6 +33,11 @@ SCRIPT = "slurm.sh"
 SUBMITTED = re.compile(r"^(\d+)(;.*)?$")
 """What `sbatch --parsable` prints: the job, and the cluster if there are several."""
 NAME_CHARS = re.compile(r"[^A-Za-z0-9._-]+")
+WATCH_INTERVAL_S = 10.0
+SILENT_S = 30.0
+"""Age of the heartbeat, which is written every 5 s, from which on SLURM is asked for the launcher's host."""
+REQUEUE_VAR = "HEADRACE_SLURM_REQUEUE"
+"""Set in the node agents of a job that may be queued again."""
 LATER = "--begin=now+1hour"
 TIMEOUT_S = 60.0
 """Time for SLURM's own commands, which wait for a controller that is busy."""
@@ -134,6 +143,32 @@ def _ask(*command: str, script: str = "") -> str:
         fix = "Change [launch.slurm], or write the script alone with --print and submit it yourself."
         raise BadRequest(f"{command[0]} refused: {message}", key="launch.on", value="slurm", fix=fix)
     return done.stdout.strip()
+
+
+def requeue_without_launcher(heartbeat: Path) -> None:
+    """Queue this job again once its first host, which had the launcher, is down. Runs beside every node agent.
+
+    With `--no-kill` SLURM keeps such a job, without anything in it. SLURM is only asked when the heartbeat is silent.
+    """
+    seen, since = b"", time.monotonic()
+    while True:
+        time.sleep(WATCH_INTERVAL_S)
+        content = heartbeat.read_bytes() if heartbeat.exists() else b""
+        if content != seen:
+            seen, since = content, time.monotonic()
+        elif time.monotonic() - since > SILENT_S and _first_host_is_down():
+            requeue()
+            return
+
+
+def _first_host_is_down() -> bool:
+    try:
+        job = re.search(r"\bBatchHost=(\S+)", _ask("scontrol", "--oneliner", "show", "job", os.environ[JOB_VAR]))
+        state = _ask("sinfo", "--noheader", f"--nodes={job[1]}", "--format=%T") if job else ""
+    except BadRequest as error:  # the controller does not answer at the moment
+        log.warning("%s", error)
+        return False
+    return state.startswith("down")
 
 
 def requeue() -> None:

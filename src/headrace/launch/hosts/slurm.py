@@ -21,7 +21,7 @@ from headrace.launch.hosts.base import Host
 from headrace.launch.hosts.nodes import NodeHosts
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
-from headrace.launch.slurm_job import JOB_VAR, NODES_VAR, RESTARTS_VAR, in_allocation
+from headrace.launch.slurm_job import JOB_VAR, NODES_VAR, REQUEUE_VAR, RESTARTS_VAR, in_allocation
 from headrace.transport.run_dir import RunDir
 
 JOIN_TIMEOUT_S = 120.0
@@ -33,9 +33,9 @@ LAST_LINES = 20
 class SlurmHosts(NodeHosts):
     """Implements `Hosts` on `count` hosts of this job."""
 
-    def __init__(self, driver: Driver, *, needed: int, count: int) -> None:
+    def __init__(self, driver: Driver, *, needed: int, count: int, requeue: bool) -> None:
         super().__init__(driver, needed=needed, timeout_s=JOIN_TIMEOUT_S)
-        self._count = count
+        self._count, self._agent_env = count, {REQUEUE_VAR: "1"} if requeue else {}
         self._srun: subprocess.Popen[str] | None = None
         self._is_ready = False
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -108,4 +108,5 @@ def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> SlurmHosts:
         print(f"headrace: {sentence}", file=sys.stderr, flush=True)
 
     notify(f"job {os.environ[JOB_VAR]} of SLURM on {count} hosts, restart {os.environ.get(RESTARTS_VAR, '0')}")
-    return SlurmHosts(Driver(run, interface=launch.interface, notify=notify), needed=needs.nodes, count=count)
+    driver = Driver(run, interface=launch.interface, notify=notify)
+    return SlurmHosts(driver, needed=needs.nodes, count=count, requeue=launch.slurm.requeue)
