@@ -44,7 +44,7 @@ class SlurmHosts(NodeHosts):
         agent = [sys.executable, "-m", "headrace", "node", str(self._run.root.resolve())]
         self._srun = subprocess.Popen(
             [*srun_command(self._count), *agent],
-            env={**os.environ, **self.driver.env},
+            env={**os.environ, **self._agent_env, **self.driver.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
