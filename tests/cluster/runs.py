@@ -65,14 +65,15 @@ class SlurmRun:
         for host in self._hosts.hosts:
             wait_for(lambda host=host: not host.send_signal(0, containing="-m headrace"), f"{host.name} to be quiet")
 
-    def wait_until(self, condition: Callable[[], object], what: str, timeout: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str, timeout: float = 240, poll_s: float = 0.1) -> None:
         """Wait for a condition while the job runs or is queued; raises `AssertionError` with the end of its log."""
-        deadline = time.monotonic() + timeout
+        deadline, asked = time.monotonic() + timeout, 0.0
         while not condition():
-            state = self.state()
-            if state in FINISHED or time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not within {timeout:g} s; job {state}:\n{self.log()[-LAST_CHARS:]}")
-            time.sleep(0.1)
+            if (now := time.monotonic()) - asked > 1:
+                asked, state = now, self.state()
+                if state in FINISHED or now > deadline:
+                    raise AssertionError(f"{what}: not within {timeout:g} s; job {state}:\n{self.log()[-LAST_CHARS:]}")
+            time.sleep(poll_s)
 
     def wait_for_step(self, step: int, timeout: float = 240) -> None:
         self.wait_until(lambda: self.step() >= step, f"step {step}", timeout)

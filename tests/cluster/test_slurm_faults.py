@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.hosts import REPOSITORY, HostSet
 from tests.cluster.runs import HEADRACE, SlurmRun
 from tests.cluster.slurm import SlurmCluster
+from tests.end_to_end.chaos import MOMENTS
 from tests.end_to_end.runs import write_run_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
@@ -78,15 +79,16 @@ def test_a_cancelled_job_stops_in_order_and_can_be_resumed(slurm: SlurmCluster, 
     [
         ("trainer-1", ""),
         ("inference-1", ""),
-        ("trainer-1", "checkpoints.step-*"),
-        ("inference-1", "weights.v-*"),
+        ("trainer-1", "in the middle of a checkpoint"),
+        ("inference-1", "in the middle of publishing weights"),
     ],
 )
 def test_a_lost_host_costs_no_draw(submit: Submit, process: str, moment: str):
     run = submit(*FOUR_HOSTS, env=SLOW_RENAMES if moment else None)
     run.wait_for_step(3)
-    if moment:  # a draft that a rename makes visible
-        run.wait_until(lambda: any(run.run.root.glob(f".{moment}")) or any(run.run.root.glob(moment)), moment)
+    if moment:
+        _, directory, pattern, _ = MOMENTS[moment]
+        run.wait_until(lambda: any(directory(run.run).glob(pattern)), moment, poll_s=0.005)
     run.host_of(process).kill()
     run.check_finished(MAX_STEPS, TIMEOUT_S)
     assert run.info()["Restarts"] == "0"
