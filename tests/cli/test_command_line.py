@@ -172,7 +172,7 @@ def test_dry_run_of_what_this_machine_cannot_do_says_so_and_prints_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["rl", str(run_file), "--launch.trainer_processes", "6", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("# not on this machine: launch: 6 trainer_processes and ")
+    assert printed.startswith("# not on this machine: launch.trainer_processes = 6: ")
     assert tomllib.loads(printed)["launch"]["trainer_processes"] == 6
 
 

@@ -43,8 +43,16 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(resources, "measure", lambda _: Machine(None, 16 << 30, 0, 12 << 30, 100 << 30))
+    monkeypatch.setattr("headrace.launch.hosts.local.usable_cores", lambda: 8)
+    monkeypatch.setattr("headrace.launch.placement_table.usable_cores", lambda: 8)
+    monkeypatch.setattr("socket.gethostname", lambda: "desk")
     command = ["rl", "examples/reverse-text/rl.toml", "--dry-run"]
     assert main(command) == 0
     page = SnapshotPage("dry_run")
     page.check(f"headrace {' '.join(command)}", capsys.readouterr().out, {f"{ROOT}/": ""})
+    nodes = "--launch.on slurm --launch.trainer_nodes 2 --launch.inference_nodes 2 --launch.spare_nodes 1"
+    command += [*nodes.split(), "--launch.gpus_per_node", "4", "--launch.trainer_processes", "6"]
+    assert main(command) == 0
+    comments = [line for line in capsys.readouterr().out.splitlines(keepends=True) if line.startswith("#")]
+    page.check(f"headrace {' '.join(command)} (its comments)", "".join(comments), {f"{ROOT}/": ""})
     page.close()

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from headrace.config.base import ConfigError
 from headrace.launch.hosts.base import Host, HostRole
-from headrace.launch.placement import PARALLEL, Needs, Placement, place, place_again, scale
+from headrace.launch.placement import PARALLEL, Needs, Placement, place
 from headrace.launch.processes import gpu_env
+from headrace.launch.replacement import place_again, scale
 from headrace.machine import VISIBLE_GPUS_VAR, visible_gpus
 from tests.refusals import refused
 
@@ -76,14 +77,16 @@ def test_a_server_of_several_gpus_gets_neighbours_and_no_part_of_a_server_is_pla
     [
         ({"gpus": 0, "inference": 1}, "launch.inference_gpus", 1),
         ({"gpus": 1, "trainer": 2}, "launch", None),
-        ({"gpus": 4, "trainer": 3, "inference": 2}, "launch", None),
-        ({"gpus": 2, "trainer": 2}, "launch", None),
+        ({"gpus": 4, "trainer": 3, "inference": 2}, "launch.trainer_processes", 3),
+        ({"gpus": 4, "trainer": 1, "inference": 4}, "launch.inference_gpus", 4),
+        ({"gpus": 4, "inference": 6}, "launch.inference_gpus", 6),
+        ({"gpus": 2, "trainer": 2}, "launch.trainer_processes", 2),
         ({"gpus": 4, "inference": 3, "servers": 2}, "launch.inference_servers", 2),
         ({"gpus": 1, "each": 2}, PARALLEL, None),
         ({"gpus": 8, "inference": 3, "each": 2}, "launch.inference_gpus", 3),
         ({"gpus": 8, "inference": 4, "servers": 4, "each": 2}, "launch.inference_servers", 4),
-        ({"gpus": 4, "each": 4}, "launch", None),
-        ({"gpus": 4, "trainer": 3, "each": 2}, "launch", None),
+        ({"gpus": 4, "each": 4}, PARALLEL, 4),
+        ({"gpus": 4, "trainer": 3, "each": 2}, "launch.trainer_processes", 3),
     ],
 )
 def test_what_does_not_fit_is_refused(asked: dict[str, int], key: str, value: int | None):

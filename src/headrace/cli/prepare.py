@@ -23,6 +23,7 @@ from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables
 from headrace.launch.run_directory import DirectoryPlan, hold, is_run, plan_directory, refuse_shorter
 from headrace.launch.saved_config import changes, pin, save
+from headrace.launch.slurm_job import in_allocation
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
@@ -122,17 +123,23 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
 
 
 def _dry_run(config: RunConfig | SftConfig, checked: Subject) -> list[str]:
-    """Return what the checks found, and how the run would use this machine."""
+    """Return what the checks found, where the processes would run, and what they need of this machine."""
+    from headrace.launch.placement_table import describe_placement
     from headrace.launch.resources import plan_here
     from headrace.launch.run import on_this_machine
 
+    is_local = config.launch.on == "local"
+    where = "this machine" if is_local else "the expected hosts"
     try:
+        table = describe_placement(config)
+        if not is_local:
+            return [*checked.lines, *table]
         planned = None if checked.shape is None else plan_here(config, checked.shape)
-        sentences = [*on_this_machine(config), *checked.lines, *(planned.lines if planned else ())]
+        sentences = [*on_this_machine(config), *checked.lines, *(planned.lines if planned else ()), *table]
         if planned is not None and planned.refusal is not None:
-            sentences.append(f"not on this machine: {planned.refusal}")
+            sentences.append(f"not on {where}: {planned.refusal}")
     except ConfigError as error:  # it may be meant for another machine
-        sentences = [f"not on this machine: {error}", *checked.lines]
+        sentences = [f"not on {where}: {error}", *checked.lines]
     return sentences
 
 
@@ -158,7 +165,9 @@ def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
 
 def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:
     """Return what will be done with `output_dir`; raises if it cannot be done."""
-    from headrace.launch.processes import has_servers
+    from headrace.launch.placement import place
+    from headrace.launch.placement_table import expected_hosts
+    from headrace.launch.processes import has_servers, needs_of
     from headrace.launch.run import check_ports
 
     if config.output_dir is None:
@@ -169,6 +178,8 @@ def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> Direc
         refuse_shorter(plan.directory, config.max_steps)
     if has_servers(config) and config.launch.on == "local":
         check_ports(config)
+    if config.launch.on == "slurm" and not in_allocation() and config.launch.gpus_per_node is not None:
+        place(expected_hosts(config), needs_of(config))  # before it waits in a queue
     return plan
 
 

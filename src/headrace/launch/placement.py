@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Literal
 
 from headrace.config.base import ConfigError
@@ -129,7 +129,7 @@ class Placement:
     @property
     def idle(self) -> dict[str, tuple[str, ...]]:
         """The GPUs without a process, by host; a host without any process is listed even if it has no GPU."""
-        idle = {host.name: _free_gpus(host, self.places) for host in self.hosts}
+        idle = {host.name: free_gpus(host, self.places) for host in self.hosts}
         return {name: gpus for name, gpus in idle.items() if gpus or not self.on(name)}
 
     def threads(self, place: Place, configured: int | None = None) -> int:
@@ -149,7 +149,7 @@ class Placement:
 
 def place(hosts: Sequence[Host], needs: Needs) -> Placement:
     """Place a run. Unset numbers are chosen so that trainer and servers get half of the GPUs, or of the hosts, each."""
-    usable = _usable(hosts, needs)
+    usable = usable_hosts(hosts, needs)
     if len(usable) < max(1, needs.nodes):
         raise _too_few_hosts(hosts, len(usable), needs)
     trainer_first = sorted(usable, key=lambda host: (ORDER.index(host.role), -len(host.gpus)))
@@ -161,53 +161,10 @@ def place(hosts: Sequence[Host], needs: Needs) -> Placement:
     else:
         placed = _place_trainer_on_one(active[0], needs)
     placement = Placement(tuple(hosts), tuple(placed))
-    return _with_orchestrator(placement) if needs.has_orchestrator else placement
+    return with_orchestrator(placement) if needs.has_orchestrator else placement
 
 
-def place_again(placement: Placement, hosts: Sequence[Host], needs: Needs) -> Placement:
-    """Place a run on the hosts that are left. What runs on them stays where it is, except for the trainer.
-
-    If one of its hosts is lost, the trainer's group is formed again as a whole: on its other hosts and spare ones, then
-    on any idle GPUs, with fewer ranks if there is no room for all. Servers of lost hosts move to idle GPUs; those that
-    find none are left out until there is room.
-    """
-    usable, names = _usable(hosts, needs), {host.name for host in hosts}
-    staying = [place for place in placement.places if place.host in names]
-    if not set(placement.trainer) <= set(staying):
-        staying = [place for place in staying if place.role != "trainer"]
-        staying += _form_trainer(placement, usable, staying, needs)
-    left_out: list[Place] = []
-    lost = [server for server in placement.servers if server.host not in names]
-    for server in sorted([*lost, *placement.left_out], key=lambda server: server.number):
-        moved = _find_room(server, usable, staying, len(server.gpus))
-        (left_out if moved is None else staying).append(moved or server)
-    if needs.has_servers and not any(place.role == "inference" for place in staying):
-        fact = f"no host that is left has {needs.gpus_per_server} idle GPUs for a server"
-        raise ConfigError(fact, key="launch.spare_nodes", value=needs.spare_nodes, fix="Add a host.")
-    again = Placement(tuple(hosts), _in_order(staying), tuple(left_out))
-    return _with_orchestrator(again) if needs.has_orchestrator and again.orchestrator is None else again
-
-
-def scale(placement: Placement, hosts: Sequence[Host], needs: Needs, servers: int) -> Placement:
-    """Return the placement with this number of servers: more on idle GPUs, or without those of the highest numbers."""
-    kept = sorted(placement.servers, key=lambda server: server.number)[: max(0, servers)]
-    if not kept:
-        raise ConfigError("a run needs a server", key="--inference", value=servers, fix="Set it to at least 1.")
-    first, staying = kept[0], [place for place in placement.places if place.role != "inference" or place in kept]
-    while len(kept) < servers:
-        number = next(number for number in count() if number not in {server.number for server in kept})
-        new = replace(first, name=_server_name(number), port=first.port and first.port + number - first.number)
-        placed = _find_room(new, _usable(hosts, needs), staying, len(first.gpus))
-        if placed is None:
-            fact = f"a server takes {len(first.gpus)} GPUs, and idle ones are left for {len(kept)} servers in all"
-            fix = f"Lower it to {len(kept)}, or add a host."
-            raise ConfigError(fact, key="--inference", value=servers, fix=fix)
-        kept.append(placed)
-        staying.append(placed)
-    return Placement(tuple(hosts), _in_order(staying))
-
-
-def _usable(hosts: Sequence[Host], needs: Needs) -> list[Host]:
+def usable_hosts(hosts: Sequence[Host], needs: Needs) -> list[Host]:
     """Return the hosts that can train and sample, with the GPUs that they may use for it."""
     hosts = [host for host in hosts if host.role != "orchestrator"]
     if (wanted := needs.gpus_per_node) is not None:
@@ -273,15 +230,27 @@ def _place_on_one(host: Host, needs: Needs) -> list[Place]:
         sampling = max(1, len(gpus) // 2 // each) * each
     training = training or len(gpus) - sampling
     if sampling < 1 or training < 1 or sampling + training > len(gpus):
-        detail = f" ({PARALLEL}: a server takes {each})" if each > 1 else ""
-        raise ConfigError(
-            f"{training} trainer_processes and {sampling} inference_gpus need a GPU each, but {len(gpus)} are visible",
-            key="launch",
-            fix=f"Lower one of them{detail}.",
-        )
+        raise _too_few_gpus(len(gpus), needs)
     _refuse_other_servers(needs, sampling)
     servers = _servers([host] * (sampling // each), each, needs)
     return [*servers, Place("trainer", "trainer", host.name, gpus[sampling : sampling + training], training)]
+
+
+def _too_few_gpus(visible: int, needs: Needs) -> ConfigError:
+    """Return an error with the number that can be lowered so that the GPUs of one host are enough."""
+    each, training, sampling = needs.gpus_per_server, needs.trainer_processes, needs.inference_gpus
+    if each >= visible:
+        fact = f"a server takes {each} GPUs and the trainer one, but {visible} are visible"
+        return ConfigError(fact, key=PARALLEL, value=each, fix=f"Lower it to {visible - 1}.")
+    left = visible - (sampling or each)
+    if training is None or left < 1:
+        fact, fix = (
+            f"{visible} GPUs are visible, and the trainer takes one",
+            f"Lower it to {(visible - 1) // each * each}.",
+        )
+        return ConfigError(fact, key="launch.inference_gpus", value=sampling, fix=fix)
+    fact = f"each needs a GPU, but {visible} are visible, and inference takes {sampling or each}"
+    return ConfigError(fact, key="launch.trainer_processes", value=training, fix=f"Lower it to {left}.")
 
 
 def _refuse_gpus(needs: Needs) -> None:
@@ -346,7 +315,7 @@ def _place_trainer(hosts: Sequence[Host], needs: Needs) -> list[Place]:
         fact = f"each needs a GPU, and {len(hosts)} trainer_nodes have {gpus}"
         fix = f"Lower it to {gpus}, or raise launch.trainer_nodes."
         raise ConfigError(fact, key="launch.trainer_processes", value=ranks, fix=fix)
-    return _members([(host.name, host.gpus) for host in hosts], ranks)
+    return members_on([(host.name, host.gpus) for host in hosts], ranks)
 
 
 def _place_servers(hosts: Sequence[Host], needs: Needs) -> list[Place]:
@@ -383,17 +352,17 @@ def _servers(hosts: Sequence[Host], each: int, needs: Needs) -> list[Place]:
     """Return one server for each entry of `hosts`, on the next `each` GPUs of that host."""
     servers: list[Place] = []
     for number, host in enumerate(hosts):
-        gpus = _free_gpus(host, servers)[:each]
+        gpus = free_gpus(host, servers)[:each]
         port = needs.port and needs.port + number
-        servers.append(Place(_server_name(number), "inference", host.name, gpus, port=port))
+        servers.append(Place(server_name(number), "inference", host.name, gpus, port=port))
     return servers
 
 
-def _server_name(number: int) -> str:
+def server_name(number: int) -> str:
     return f"inference-{number}" if number else "inference"
 
 
-def _members(hosts: Sequence[tuple[str, tuple[str, ...]]], ranks: int) -> list[Place]:
+def members_on(hosts: Sequence[tuple[str, tuple[str, ...]]], ranks: int) -> list[Place]:
     """Divide ranks evenly over hosts, given with their free GPUs; hosts without any rank are left out."""
     counts = _spread(ranks, [len(gpus) or ranks for _, gpus in hosts])
     used = [(name, gpus, number) for (name, gpus), number in zip(hosts, counts, strict=True) if number]
@@ -412,56 +381,12 @@ def _spread(total: int, rooms: Sequence[int]) -> list[int]:
     return counts
 
 
-def _free_gpus(host: Host, places: Sequence[Place]) -> tuple[str, ...]:
+def free_gpus(host: Host, places: Sequence[Place]) -> tuple[str, ...]:
     used = {gpu for place in places if place.host == host.name for gpu in place.gpus}
     return tuple(gpu for gpu in host.gpus if gpu not in used)
 
 
-def _form_trainer(placement: Placement, hosts: Sequence[Host], staying: Sequence[Place], needs: Needs) -> list[Place]:
-    """Return the members of a new group: on the group's hosts that are left, spare ones, and any others with room."""
-    on_gpus, ranks = placement.trains_on_gpus, needs.trainer_processes or placement.ranks
-    before, computing = (
-        [member.host for member in placement.trainer],
-        {p.host for p in staying if p.role == "inference"},
-    )
-    with_room = [(host, _free_gpus(host, staying)) for host in hosts]
-    with_room = [(host, gpus if on_gpus else ()) for host, gpus in with_room if gpus or not on_gpus]
-    order = sorted(
-        with_room,
-        key=lambda room: (room[0].name not in before, room[0].name in computing, -len(room[1])),
-    )
-    chosen: list[tuple[str, tuple[str, ...]]] = []
-    for host, gpus in order:
-        room = sum(len(free) or ranks for _, free in chosen)
-        is_spare = host.name not in computing
-        if room < ranks or (is_spare and len(chosen) < len(before)):
-            chosen.append((host.name, gpus))
-    if not chosen:
-        fact = "no host that is left has an idle GPU for the trainer"
-        raise ConfigError(fact, key="launch.spare_nodes", value=needs.spare_nodes, fix="Add a host.")
-    return _members(chosen, min(ranks, sum(len(gpus) or ranks for _, gpus in chosen)))
-
-
-def _find_room(server: Place, hosts: Sequence[Host], staying: Sequence[Place], gpus: int) -> Place | None:
-    """Return a server on the host with room that has the fewest processes; None if no host has room."""
-    free = [(host.name, _free_gpus(host, staying)[:gpus]) for host in hosts]
-    fitting = [(name, idle) for name, idle in free if len(idle) == gpus]
-    if not fitting:
-        return None
-
-    def load(host: str) -> int:
-        return sum(place.ranks for place in staying if place.host == host and place.role != "orchestrator")
-
-    name, idle = min(fitting, key=lambda room: load(room[0]))
-    return replace(server, host=name, gpus=idle)
-
-
-def _in_order(places: Sequence[Place]) -> tuple[Place, ...]:
-    roles = ("inference", "trainer", "orchestrator")
-    return tuple(sorted(places, key=lambda place: (roles.index(place.role), place.number)))
-
-
-def _with_orchestrator(placement: Placement) -> Placement:
+def with_orchestrator(placement: Placement) -> Placement:
     """Add the orchestrator: to a host meant for it, or without ranks and servers, else to that with most free cores."""
 
     def rank(host: Host) -> tuple[bool, bool, int]:

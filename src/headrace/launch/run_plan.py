@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from headrace.config.sft import SftConfig
 from headrace.launch.hosts.base import Host, ProcessSpec
-from headrace.launch.placement import place, place_again, scale
+from headrace.launch.placement import place
 from headrace.launch.processes import needs_of, processes_of
+from headrace.launch.replacement import place_again, scale
 from headrace.runfile.run import RunConfig
 from headrace.transport.journal_files import HOSTS_VAR
 from headrace.transport.run_dir import RunDir
