@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from headrace.config.base import ConfigError
@@ -284,6 +284,10 @@ some_needs = st.builds(
 )
 
 
+SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much]  # of a busy machine, and of numbers that do not fit together
+examples = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=SLOW)
+
+
 def place_if_it_fits(hosts: list[Host], needs: Needs) -> Placement:
     try:
         return place(hosts, needs)
@@ -310,6 +314,7 @@ def assert_whole(placement: Placement, hosts: list[Host], needs: Needs) -> None:
     assert bool(placement.servers) == needs.has_servers
 
 
+@examples
 @given(some_hosts, some_needs)
 def test_a_placement_gives_what_was_asked_for_and_no_gpu_twice(hosts: list[Host], needs: Needs):
     placement = place_if_it_fits(hosts, needs)
@@ -330,6 +335,7 @@ def test_a_placement_gives_what_was_asked_for_and_no_gpu_twice(hosts: list[Host]
     assert all(placement.threads(process) >= 1 for process in placement.places)
 
 
+@examples
 @given(some_hosts, some_needs, st.data())
 def test_what_lives_on_living_hosts_stays(hosts: list[Host], needs: Needs, data: st.DataObject):
     before = place_if_it_fits(hosts, needs)
@@ -353,6 +359,7 @@ def test_what_lives_on_living_hosts_stays(hosts: list[Host], needs: Needs, data:
     assert place_again(after, living, needs) == after
 
 
+@examples
 @given(some_hosts, some_needs, st.integers(1, 9))
 def test_scaling_moves_no_process(hosts: list[Host], needs: Needs, servers: int):
     before = place_if_it_fits(hosts, replace(needs, has_servers=True))
