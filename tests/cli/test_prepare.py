@@ -58,7 +58,8 @@ def test_a_prepared_run_is_complete_and_the_printed_command_starts_it(
     path = tmp_path / "run.toml"
     path.write_text(file.format(output=run.root, model=tiny_model))
     assert main(["prepare", str(path), "--seed", "7"]) == 0
-    assert {entry.name for entry in run.root.iterdir()} == {".lock", run.config.name, run.code_folders.name}
+    assert run.code_folders.is_file()
+    assert not any(path.exists() for path in (run.status, run.logs, run.metrics, run.checkpoints, run.endpoints))
     config = read_run(run.root)
     assert (config.seed, config.model.name, isinstance(config, RunConfig)) == (7, str(tiny_model), command == "rl")
     _, _, printed = capsys.readouterr().out.rpartition(": ")
