@@ -68,8 +68,12 @@ class NodeProcess(HostProcess):
 
 def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> NodeHosts:
     """Return the hosts that join this launcher."""
-    driver = Driver(run, port=launch.driver_port, interface=launch.interface, notify=_print)
-    return NodeHosts(driver, needed=max(1, needs.nodes), timeout_s=launch.join_timeout)
+    return NodeHosts(open_driver(launch, run), needed=max(1, needs.nodes), timeout_s=launch.join_timeout)
+
+
+def open_driver(launch: LaunchConfig, run: RunDir) -> Driver:
+    """Return the driver of a run file. Its notices go to the terminal until a view takes them."""
+    return Driver(run, port=launch.driver_port, interface=launch.interface, notify=_print)
 
 
 def _print(sentence: str) -> None:

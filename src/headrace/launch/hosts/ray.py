@@ -29,6 +29,7 @@ from headrace.launch.addresses import CheckPort, dial, find_free_ports
 from headrace.launch.driver import Driver, Refused
 from headrace.launch.errors import BadRequest, LaunchError
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
+from headrace.launch.hosts.nodes import open_driver
 from headrace.launch.node import CANNOT_START, Lease, NodeProcesses, describe_host
 from headrace.launch.node_messages import LEASE_S, Join, ProcessState, RunFacts, Start
 from headrace.launch.node_registry import natural_order
@@ -184,12 +185,12 @@ class RayProcess(HostProcess):
 def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> RayHosts:
     """Return the hosts of a run on the Ray cluster of its run file. Raises an error if Ray is not installed."""
     import_ray()
-    driver = Driver(run, interface=launch.interface)
-    return RayHosts(driver, launch.ray, needed=needs.nodes, gpus_per_node=launch.gpus_per_node)
+    nodes = max(1, needs.nodes)
+    return RayHosts(open_driver(launch, run), launch.ray, needed=nodes, gpus_per_node=launch.gpus_per_node)
 
 
 class RayHosts:
-    """Implements `Hosts`. The driver stays open.
+    """Implements `Hosts`. Closes the driver with itself.
 
     `needed`: the number of hosts; `gpus_per_node`: GPUs of each, None: all of them.
     """
@@ -375,7 +376,7 @@ class RayHosts:
             raise LaunchError(f"host {host}: it is lost, or does not answer") from error
 
     def close(self) -> None:
-        """Stop the processes that still run, and release the hosts."""
+        """Stop the processes that still run, release the hosts, and close the driver."""
         for process in (running := list(self._processes)):
             process.terminate()
         deadline = time.monotonic() + GRACE_S
@@ -386,6 +387,7 @@ class RayHosts:
             thread.join()
         if self._has_connected:
             import_ray().shutdown()  # ends the actors, which end what still runs
+        self.driver.close()
 
 
 def import_ray() -> Any:
