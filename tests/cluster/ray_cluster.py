@@ -21,6 +21,9 @@ SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_raylet_start_wait_time_s": "120",  # these machines may have few cores
+    "RAY_worker_register_timeout_seconds": "120",
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -33,7 +36,9 @@ class RayCluster:
     """Runs until the end of the `with` statement; the hosts' own end also ends it."""
 
     def __init__(self, hosts: HostSet, directory: Path, nodes: int) -> None:
-        self.hosts, self._directory, self._nodes = hosts, directory, nodes
+        self.hosts, self._directory = hosts, directory
+        self._nodes = set(range(HEAD + 1, HEAD + 1 + nodes))
+        """The hosts with a node that runs."""
         self.address = f"{hosts[HEAD].address}:{PORT}"
 
     def __enter__(self) -> RayCluster:
@@ -41,10 +46,9 @@ class RayCluster:
         head = ["--head", f"--port={PORT}", "--num-cpus=0", "--num-gpus=0", "--dashboard-host=0.0.0.0"]
         self._start(HEAD, *head)
         self._wait(HEAD)
-        numbers = range(HEAD + 1, HEAD + 1 + self._nodes)
-        for number in numbers:
+        for number in self._nodes:
             self._start_node(number)
-        for number in numbers:
+        for number in self._nodes:
             self._wait(number)
         return self
 
@@ -53,9 +57,17 @@ class RayCluster:
     ) -> None:
         """End with the hosts, which are killed."""
 
+    def kill(self, number: int) -> None:
+        self.hosts[number].kill()
+        self._nodes.remove(number)
+
     def add_node(self, number: int) -> None:
-        self._start_node(number)
-        self._wait(number)
+        """Start a node on a host, which is started, too, if it was killed."""
+        if number not in self._nodes:
+            self.hosts.restart(number)
+            self._nodes.add(number)
+            self._start_node(number)
+            self._wait(number)
 
     def _start_node(self, number: int) -> None:
         self._start(number, f"--address={self.address}", "--num-cpus=2", f"--num-gpus={GPUS}")
@@ -68,7 +80,7 @@ class RayCluster:
             host.popen(*command, env=SETTINGS, output=log)
 
     def _wait(self, number: int) -> None:
-        wait_for(lambda: STARTED in self._log(number).read_text(), f"Ray on host{number}", timeout=60)
+        wait_for(lambda: STARTED in self._log(number).read_text(), f"Ray on host{number}", timeout=120)
 
     def _log(self, number: int) -> Path:
         return self._directory / f"host{number}.log"

@@ -1,6 +1,7 @@
-"""Processes on a Ray cluster while its hosts come and go: `python -m tests.cluster.ray_scenario DIRECTORY ADDRESS`.
+"""Processes on a Ray cluster while its hosts come and go: `python -m tests.cluster.ray_scenario DIRECTORY ADDRESS N`.
 
-Prints one line of JSON per observation; the test that starts it kills hosts and actors meanwhile.
+Prints one line of JSON per observation; the test that starts it kills hosts and actors meanwhile, and adds the last one
+of N hosts.
 """
 
 from __future__ import annotations
@@ -44,14 +45,20 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 def main() -> None:
     run, config = RunDir(Path(sys.argv[1])), RayConfig(address=sys.argv[2])
     run.root.mkdir()
-    driver = Driver(run)
-    too_many = RayHosts(driver, config, needed=9)
+    too_many = RayHosts(Driver(run), config, needed=9)
     try:
         too_many.wait_until_ready()
     except BadRequest as error:
         show(refused=error.value, fact=error.fact)
     too_many.close()
-    hosts = RayHosts(driver, config, needed=HOSTS)
+    waiting = RayHosts(
+        Driver(run, notify=lambda sentence: show(notice=sentence)),
+        config.model_copy(update={"autoscaling": True}),
+        needed=int(sys.argv[3]),
+    )
+    show(complete=[host.name for host in waiting.wait_until_ready()])
+    waiting.close()
+    hosts = RayHosts(Driver(run), config, needed=HOSTS)
     listed = hosts.wait_until_ready()
     show(hosts=[[host.name, host.address, host.gpus, host.cores] for host in listed])
 
@@ -83,7 +90,6 @@ def main() -> None:
     last = start("last", SERVICE, hosts.list()[-1].name)
     wait_for(last.last_lines, "last to print")
     hosts.close()
-    driver.close()
     show(closed=last.exit_status)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,22 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import REPOSITORY, HostSet, missing_for_hosts
+from headrace.transport.run_dir import RunDir
+from tests.cluster import demo
+from tests.cluster.hosts import REPOSITORY, HostSet, missing_for_hosts, wait_for
 from tests.cluster.ray_cluster import GPUS, HEAD, PYTHON, RayCluster, missing_for_ray
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 DETECTION_S = 30.0
+ON_RAY = {"launch__on": "ray", "launch__trainer_nodes": 2, "launch__inference_nodes": 2, "launch__gpus_per_node": 1}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """A head on host 1 and nodes on hosts 2 to 4; host 5 is not in the cluster."""
+    """A head on host 1 and nodes on hosts 2 to 5; host 6 is not in the cluster at first."""
     if reason := missing_for_hosts() or missing_for_ray():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("ray")
     with (
-        HostSet(5, folder / "hosts", [tmp_path_factory.getbasetemp()]) as hosts,
-        RayCluster(hosts, folder / "cluster", nodes=3) as cluster,
+        HostSet(6, folder / "hosts", [tmp_path_factory.getbasetemp()]) as hosts,
+        RayCluster(hosts, folder / "cluster", nodes=4) as cluster,
     ):
         yield cluster
 
@@ -50,12 +54,36 @@ class Lines:
         raise AssertionError(f"the program has ended: {''.join(self._seen)}")
 
 
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run file of the demo, with a model that exists."""
+    folder = tmp_path_factory.mktemp("demo")
+    return demo.write_run_file(folder / "rl.toml", demo.train_model(folder / "sft"))
+
+
+def test_a_submitted_job_makes_the_same_batches_as_a_local_run(cluster: RayCluster, run_file: Path, tmp_path: Path):
+    local, run = tmp_path / "local", tmp_path / "run"
+    demo.headrace(*demo.arguments(run_file, local, launch__trainer_processes=2, launch__inference_servers=2))
+    head = cluster.hosts[HEAD]
+    submit = [PYTHON, "-m", "ray.scripts.scripts", "job", "submit", "--address", f"http://{head.address}:8265", "--"]
+    output = head.run(*submit, PYTHON, "-m", "headrace", *demo.arguments(run_file, run, **ON_RAY), timeout=240)
+    assert "succeeded" in output
+    assert hosts_in(output).keys() == {"inference", "inference-1", "trainer", "trainer-1", "orchestrator"}
+    assert len({hosts_in(output)[name] for name in ("inference", "inference-1", "trainer", "trainer-1")}) == 4
+    assert demo.batch_digests(run) == demo.batch_digests(local)
+    assert len(demo.batch_digests(run)) == demo.OPTIONS["max_steps"]
+    demo.headrace("audit", run)
+
+
 def test_processes_live_on_hosts_that_come_and_go(cluster: RayCluster, tmp_path: Path):
     hosts = cluster.hosts
-    program = hosts[HEAD].popen(PYTHON, "-m", "tests.cluster.ray_scenario", tmp_path / "run", cluster.address)
+    program = hosts[HEAD].popen(PYTHON, "-m", "tests.cluster.ray_scenario", tmp_path / "run", cluster.address, 5)
     lines = Lines(program)
     refused = lines.next("refused")
     assert refused["refused"] == 9 and "host2" in str(refused["fact"]) and f"{GPUS} GPUs" in str(refused["fact"])
+    assert "5 with 2 GPUs" in str(lines.next("notice")["notice"])
+    cluster.add_node(6)
+    assert lines.next("complete")["complete"] == [f"host{number}" for number in range(2, 7)]
     listed = lines.next("hosts")["hosts"]
     assert all(
         fact[1:] == [hosts[int(fact[0][4:])].address, ["0", "1"], len(os.sched_getaffinity(0))] for fact in listed
@@ -72,16 +100,38 @@ def test_processes_live_on_hosts_that_come_and_go(cluster: RayCluster, tmp_path:
         "the process of the killed actor still runs"
     )
     lines.next("ready")
-    hosts[second].kill()
+    cluster.kill(second)
     killed_at = time.monotonic()
     lost = lines.next("status")
     assert time.monotonic() - killed_at < DETECTION_S
     assert lost == {"status": -signal.SIGKILL, "host_is_lost": True, "hosts": [f"host{first}"]}
-    spare = f"host{({2, 3, 4} - {first, second}).pop()}"
-    assert lines.next("replaced")["replaced"] == [f"host{first}", spare]
-    cluster.add_node(5)
-    assert lines.next("later")["later"] == [f"host{first}", spare, "host5"]
+    first_name, spare = lines.next("replaced")["replaced"]
+    assert first_name == f"host{first}" and spare in {f"host{number}" for number in {2, 3, 4, 5, 6} - {first, second}}
+    cluster.add_node(second)
+    assert lines.next("later")["later"] == [first_name, spare, f"host{second}-2"]
     assert lines.next("closed")["closed"] in (-signal.SIGTERM, -signal.SIGKILL)
     assert program.wait(30) == 0
-    hosts.restart(second)
-    cluster.add_node(second)
+
+
+def test_a_run_whose_trainer_loses_a_host_finishes_on_the_spare_one(
+    cluster: RayCluster, run_file: Path, tmp_path: Path
+):
+    cluster.add_node(6)
+    run, printed = tmp_path / "run", tmp_path / "printed"
+    options = {**ON_RAY, "launch__spare_nodes": 1, "launch__ray__address": cluster.address, "max_steps": 6}
+    with open(printed, "wb") as output:
+        command = [PYTHON, "-m", "headrace", *demo.arguments(run_file, run, **options)]
+        process = cluster.hosts[HEAD].popen(*command, output=output)
+    wait_for(lambda: (RunDir(run).latest_checkpoint_step() or 0) >= 2, "two steps", timeout=240)
+    lost = hosts_in(printed.read_text())["trainer-1"]
+    cluster.kill(int(lost.removeprefix("host")))
+    assert process.wait(240) == 0, printed.read_text()
+    assert f"host {lost} is lost" in printed.read_text()
+    moved = [line for line in printed.read_text().splitlines() if "restarting" in line]
+    assert len(moved) == 1 and "trainer-1 on" in moved[0] and f"trainer-1 on {lost}" not in moved[0]
+    demo.headrace("audit", run)
+
+
+def hosts_in(output: str) -> dict[str, str]:
+    """Return the host of each process, from what a launcher has printed."""
+    return dict(re.findall(r"([\w-]+) on (host[\w-]+)(?:,|$)", output, re.MULTILINE))
