@@ -21,8 +21,8 @@ SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_raylet_start_wait_time_s": "120",  # these machines may have few cores
-    "RAY_worker_register_timeout_seconds": "120",
+    "RAY_raylet_start_wait_time_s": "300",  # these machines may have few cores
+    "RAY_worker_register_timeout_seconds": "300",
     "RAY_worker_niceness": "0",
 }
 
@@ -80,7 +80,7 @@ class RayCluster:
             host.popen(*command, env=SETTINGS, output=log)
 
     def _wait(self, number: int) -> None:
-        wait_for(lambda: STARTED in self._log(number).read_text(), f"Ray on host{number}", timeout=120)
+        wait_for(lambda: STARTED in self._log(number).read_text(), f"Ray on host{number}", timeout=300)
 
     def _log(self, number: int) -> Path:
         return self._directory / f"host{number}.log"
