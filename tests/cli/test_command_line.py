@@ -206,6 +206,22 @@ def test_several_ranks_share_no_device_with_servers(
     assert '--sharing = "alternate": ' in err
 
 
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--nodes", "2"], "--rendezvous"),
+        (["--nodes", "2", "--rendezvous", "10.0.0.1"], "--rendezvous"),
+        (["--nodes", "2", "--rendezvous", "10.0.0.1:5000", "--node-rank", "2"], "--node-rank"),
+    ],
+)
+def test_a_trainer_on_several_hosts_needs_an_address_and_its_place_among_them(
+    capsys: pytest.CaptureFixture[str], run_file: str, options: list[str], key: str
+):
+    code, err = refuse(capsys, "trainer", run_file, *options)
+    assert code == 2
+    assert key in err
+
+
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert refuse(capsys, "rl", "no-such.toml") == (2, "headrace: no-such.toml: no such file\n")
 

@@ -97,12 +97,13 @@ def _submit(prepared: PreparedRun, *, only_print: bool) -> int:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into `SystemExit`, so that every clean-up runs."""
-    previous = signal.signal(signal.SIGTERM, _exit)
+    """Turn SIGTERM, and SIGUSR1 before there is anything to save, into `SystemExit`, so that every clean-up runs."""
+    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

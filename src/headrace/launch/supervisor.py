@@ -213,6 +213,9 @@ class Supervisor:
         try:
             specs = self._plan.move(hosts)
         except ConfigError as error:
+            if not self._displaced:
+                self._listed = hosts
+                return
             self._host_wait = self._host_wait or HostWait(now, self._start_timeout)
             if self._host_wait.is_over(now):
                 raise LaunchError(f"{'; '.join(self._displaced.values())}. {error}") from error
@@ -347,7 +350,12 @@ class Supervisor:
         for process in trainers:
             process.send_signal(SAVE_AND_STOP)
         self._view.say(f"{SAVE_AND_STOP.name}: the trainer finishes its step and saves a checkpoint")
-        while any(process.running for process in trainers) and len(self._signals) == 1:
+        statuses = (None, 0, SAVED)  # else a member has failed, and the others may wait for it
+        while (
+            any(process.running for process in trainers)
+            and all(process.exit_status in statuses for process in trainers)
+            and len(self._signals) == 1
+        ):
             self._clock.sleep(POLL_S)
             self._read()
             self._view.show(self.history, self._statuses)
