@@ -14,9 +14,10 @@ from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
-from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.processes import processes_of, thread_env
-from headrace.launch.run import check_ports, on_this_machine, place_here, start_timeout
+from headrace.launch.run import check_ports, exported, on_this_machine, place_here, start_timeout
+from headrace.launch.run_plan import RunPlan
 from headrace.machine import VISIBLE_GPUS_VAR
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
@@ -187,3 +188,23 @@ def test_planned_slots_are_passed_to_the_servers_unless_configured(
     server, *others = specs_of(run_of(inference=inference), tmp_path, max_running=512)
     assert (" --max_running 512" in " ".join(server.argv)) == passed
     assert not any("--max_running" in process.argv for process in others)
+
+
+def test_processes_on_other_hosts_get_the_variables_and_keys_of_the_run_but_not_on_their_command_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY"):
+        monkeypatch.setenv(name, "")  # so that what is made here is removed afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    launch = {"on": "nodes", "env": {"NAME": "value"}, "env_from": {"HF_TOKEN": "MY_TOKEN"}}
+    config = run_of(launch)
+    env = exported(config)
+    assert env["NAME"] == "value" and env["HF_TOKEN"] == "secret"
+    assert exported(config) == env  # a second start uses the same keys
+    keys = [env["HEADRACE_API_KEY"], env["HEADRACE_ADMIN_KEY"]]
+    assert len({*keys}) == 2 and min(map(len, keys)) >= 32
+    hosts = [Host("a", "10.0.0.1", cores=2), Host("b", "10.0.0.2", cores=2)]
+    specs = RunPlan(config, RunDir(tmp_path), hosts, resume=False, env=env).specs()
+    assert all(spec.env.items() >= env.items() for spec in specs)
+    assert not any(secret in word for spec in specs for word in spec.argv for secret in (*keys, "secret"))

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from headrace.launch.node_messages import LEASE_S
 from headrace.launch.out_of_memory import OutOfMemory
 from headrace.observe.metrics import History
 
 RESTART_DELAY_S = 1.0
 """By how much the delay grows with every restart without progress; the first has none."""
 MAX_RESTART_DELAY_S = 60.0
-HOST_NEWS_S = 25.0
-"""Time in which a failure in a group may turn out to be the loss of a host: its lease, and a few seconds."""
+HOST_NEWS_S = LEASE_S + 5.0
+"""Time in which a failure in a group may turn out to be the loss of a host."""
 FIRST_NOTICE_S = 10.0
 """Time of waiting for hosts between the first two messages; it then doubles."""
 
