@@ -183,6 +183,13 @@ def test_preempted_requests_lower_it_and_a_restarted_engine_resets_the_count():
     assert seen == [96, 96, 86, 86, 86, 86, 77]
 
 
+def test_it_follows_the_number_of_engines():
+    concurrency = Concurrency(64, least=8)
+    full = make_health(64, 32)
+    limits = [concurrency.update(dict.fromkeys(names, full), 96 * len(names)) for names in ("a", "abc", "ac", "a")]
+    assert limits == [96, 288, 192, 96]
+
+
 def test_no_reports_leave_it_as_it_is():
     concurrency = Concurrency(64, least=8)
     assert {concurrency.update({}, 96) for _ in range(10)} == {96}

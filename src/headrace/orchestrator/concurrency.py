@@ -3,7 +3,7 @@
 An episode does not always occupy an engine: while it runs a tool, the engine can serve another one. The limit therefore
 follows the engines' reports. It grows by a fraction of their capacity while they have free capacity and empty queues.
 It shrinks by a fraction of itself when the queue gets as long as the capacity, when the KV cache is nearly full, or
-when requests are preempted. Otherwise it stays.
+when requests are preempted. Otherwise it stays. When engines come or go, it changes in proportion to the capacity.
 
 With n episodes in flight and b in a batch, an episode lasts n / b steps on average, and a long one several times that.
 Engines with many slots for small batches thus make the longest rollouts too old: they are dropped, and the rest is
@@ -64,12 +64,15 @@ class Concurrency:
         self._waiting = 0.0
         """Moving averages of requests relative to the engines' capacity."""
         self._preemptions: dict[str, int] = {}
+        self._capacity = max(1, capacity)
+        """Of the engines of the last report, also those that wait for the trainer."""
 
     def update(self, engines: Mapping[str, Health], in_flight: int) -> int:
         """Return the limit after health reports by address, with `in_flight` episodes at the moment."""
         before, self._preemptions = self._preemptions, {url: health.preemptions for url, health in engines.items()}
         # The count of an engine that is new or was restarted begins with this report.
         preempted = sum(max(0, count - before.get(url, count)) for url, count in self._preemptions.items())
+        self._follow_capacity(sum(health.capacity for health in engines.values()))
         active = [health for health in engines.values() if not (health.paused or health.waits_for_trainer)]
         capacity = sum(health.capacity for health in active)
         if not capacity:
@@ -98,6 +101,13 @@ class Concurrency:
             )  # fmt: skip
             self._logged = self.limit
         return self.limit
+
+    def _follow_capacity(self, capacity: int) -> None:
+        """Scale the limit with the engines that respond, if any do."""
+        if capacity and capacity != self._capacity:
+            self.limit = max(self._least, round(self.limit * capacity / self._capacity))
+            self._age_limit *= max(1.0, capacity / self._capacity)  # faster engines make younger rollouts
+            self._capacity = capacity
 
     def record_batch(self, trained: int, outdated: int, in_flight: int) -> int:
         """Return the limit after a batch of `trained` rollouts, since the last of which `outdated` were too old.
