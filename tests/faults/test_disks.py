@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.skipif(shim() is None, reason="nee
 FAILING = {
     "a full disk while a batch is written": ("write", "step-00000003.prepared", "enospc"),
     "a full disk while a checkpoint is written": ("write", "step-00000002.tmp/tensors", "enospc"),
-    "a full disk while the journal is written": ("write", "journal.sqlite-wal", "enospc", 40),
+    "a full disk while the journal is written": ("write", "journal-1.sqlite-wal", "enospc", 40),
     "an error of the disk while a batch is synced": ("fsync", "step-00000003.prepared", "eio"),
-    "an error of the disk while rollouts are written": ("write", "rollouts/step-00000002", "eio"),
+    "an error of the disk while rollouts are written": ("write", "rollouts.step-00000002", "eio"),
     "a kill before a batch is announced": ("rename", ".step-00000003.prepared", "kill"),
     "a kill before a checkpoint appears": ("rename", ".step-00000004.tmp", "kill"),
     "a kill before a version is published": ("rename", ".v-0-3.tmp", "kill"),

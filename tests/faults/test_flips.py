@@ -121,8 +121,9 @@ def rows(table: Counter[tuple[str, str]], outcomes: tuple[str, ...]) -> Iterator
 
 def content(path: Path) -> Any:
     """What a reader gets from the file, its digest left out."""
-    if path.name.startswith("journal.sqlite"):
-        with closing(sqlite3.connect(f"file:{path.with_name('journal.sqlite')}?mode=ro", uri=True)) as database:
+    if path.name.startswith("journal"):
+        journal = path.with_name(f"{path.name.partition('.')[0]}.sqlite")  # also of its log
+        with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as database:
             return list(database.iterdump())
     if path.suffix == ".json":
         tree = msgspec.json.decode(path.read_bytes())
