@@ -135,10 +135,12 @@ def test_an_orchestrator_that_was_stopped_and_revived_is_fenced_off(
 
 
 def test_servers_are_added_and_drained_during_a_run(submit: Submit, slurm: SlurmCluster):
-    run = submit("--launch.trainer_nodes", 1, "--launch.inference_nodes", 1, "--launch.spare_nodes", 2)
+    steps = 5 * MAX_STEPS  # servers take a while to start
+    hosts = ("--launch.trainer_nodes", 1, "--launch.inference_nodes", 1, "--launch.spare_nodes", 2)
+    run = submit(*hosts, "--max_steps", steps)
     for servers in (3, 1):
         step = run.step()
         run.wait_for_step(step + 2)
         slurm.run(*HEADRACE, "scale", run.run.root, "--inference", servers)
         run.wait_until(lambda servers=servers: run.servers() == servers, f"{servers} servers")
-    run.check_finished(MAX_STEPS, TIMEOUT_S)
+    run.check_finished(steps, TIMEOUT_S)

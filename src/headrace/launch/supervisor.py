@@ -93,8 +93,8 @@ class Supervisor:
         self._scale_requests: SimpleQueue[tuple[int, Future[str]]] = SimpleQueue()
         self._oom, self._memory_advice = OomMonitor(memory or HostMemory()), memory_advice
         self._statuses: dict[str, ObservedStatus] = {}
-        self._notices_shown: Counter[int] = Counter()
-        """By process id."""
+        self._notices_shown: Counter[tuple[str, int]] = Counter()
+        """By name and process id, which processes on different hosts may share."""
         self._signals: list[int] = []
         self._watch = Watch(clock.monotonic(), stall_s)
 
@@ -191,9 +191,9 @@ class Supervisor:
         self._restarts.record_progress(self.history)
         self._statuses = self._reader.read()
         for status in self._statuses.values():
-            for notice in status.notices[self._notices_shown[status.pid] :]:
+            for notice in status.notices[self._notices_shown[status.process, status.pid] :]:
                 self._view.say(f"{status.process}: {notice}")
-            self._notices_shown[status.pid] = len(status.notices)
+            self._notices_shown[status.process, status.pid] = len(status.notices)
 
     def _is_waiting(self, unit: str) -> bool:
         """Whether a unit waits for its restart."""
