@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.simulation.network import Link
 from tests.simulation.servers import SLOTS, tokens_per_second
 
-FAR = Link(latency_s=0.1, bandwidth=1e9, loss=0.01)
+FAR = Link(latency_s=0.05, bandwidth=1e9, loss=0.01)
 KILLS = {"server": 0.945, "host": 0.02, "link": 0.015, "trainer": 0.01, "orchestrator": 0.01}
 """Shares of the kinds of failures. `link`: a host is cut off for a while."""
 
@@ -42,7 +42,7 @@ class Settings:
     two_turns: float = 0.3
     """Share of the episodes with a second turn."""
     tool_s: float = 5.0
-    weights_bytes: int = 100_000_000
+    weights_bytes: int = 10_000_000
     """An adapter's: the trainer's host sends it to every server."""
     uplink: float = 12.5e9
     """Bytes per second that the trainer's host sends."""

@@ -286,8 +286,8 @@ class World:
 
     @property
     def _first_step(self) -> int:
-        """The first step that counts: before, the pipeline fills up."""
-        return max(1, self.settings.max_steps // 5)
+        """The first step that counts: before, all episodes have begun together, and short ones come first."""
+        return max(1, self.settings.max_steps // 3)
 
     def _count(self) -> Counters:
         decoding = sum(server.decoding_s for server in self._servers)
