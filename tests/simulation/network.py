@@ -71,7 +71,7 @@ class SimulatedHost:
     up: bool = True
     reachable_at: float = 0.0
     """The end of its partition from the hosts of the launcher, the orchestrator and the trainer."""
-    hanging: set[asyncio.Future[None]] = field(default_factory=set)
+    hanging: dict[asyncio.Future[None], None] = field(default_factory=dict)
     """Requests to it that wait for a reply which will not come."""
 
     def answers(self, now: float) -> bool:
@@ -113,11 +113,11 @@ class Network:
     async def hang(self, host: SimulatedHost) -> None:
         """Wait for a host that has lost power: until it is back and refuses the connection that it does not know."""
         future: asyncio.Future[None] = self.loop.create_future()
-        host.hanging.add(future)
+        host.hanging[future] = None
         try:
             await future
         finally:
-            host.hanging.discard(future)
+            del host.hanging[future]
 
     def reset_connections(self, host: SimulatedHost) -> None:
         for future in list(host.hanging):

@@ -60,11 +60,13 @@ class SimulatedProcess:
         self.world, self.host, self.name = world, host, name
         self.program = argv[argv.index("headrace") + 1]
         self.node_rank = int(argv[argv.index("--node-rank") + 1]) if "--node-rank" in argv else 0
+        self.nodes = int(argv[argv.index("--nodes") + 1]) if "--nodes" in argv else 1
         self.pid = next(self._pids)
         self.alive = True
         self.is_up = False
         self.exit_status: int | None = None
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """In order, so that a seed gives the same run again."""
         self.dies_in_write = ""
         """Where in the next write of the journal it is killed: `before` or `after` the commit."""
         self.on_end: list[Callable[[], None]] = []

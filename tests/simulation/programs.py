@@ -32,7 +32,7 @@ from headrace.rollout.digest import seal
 from headrace.rollout.types import Rollout, Task, Turn
 from headrace.rollout.version import Version
 from headrace.transport.checkpoint_files import CheckpointMarker
-from headrace.transport.endpoint import Endpoint, new_endpoint_path, write_endpoint
+from headrace.transport.endpoint import Endpoint, write_endpoint
 from headrace.transport.epochs import take_epoch
 from headrace.transport.files import MARKER, write_directory
 from headrace.transport.journal import take_over
@@ -61,7 +61,7 @@ async def serve(process: SimulatedProcess) -> None:
     world.network.hosts[url], world.network.servers[url] = host, server
     process.on_end.append(lambda: world.on_server_end(server))
     world.on_server_start(server)
-    write_endpoint(new_endpoint_path(world.run.endpoints, process.name), Endpoint(url, process.pid))
+    write_endpoint(world.run.endpoints / f"{process.name}.{process.pid}.json", Endpoint(url, process.pid))
     process.is_up = True
     status.set("serving")
     await asyncio.Event().wait()

@@ -142,8 +142,8 @@ class World:
             task = asyncio.Task(work, loop=loop, **options)
             process = current.get(None)
             if process is not None:
-                process.tasks.add(task)
-                task.add_done_callback(process.tasks.discard)
+                process.tasks[task] = None
+                task.add_done_callback(lambda task: process.tasks.pop(task, None))
             return task
 
         self.loop.set_task_factory(make_task)
@@ -273,7 +273,9 @@ class World:
             await asyncio.Event().wait()
 
     def _members(self) -> list[SimulatedProcess]:
-        return [process for process in self.processes.values() if process.program == "trainer"]
+        """Return the processes of the trainer's group, which may have been formed again with fewer."""
+        trainers = [process for process in self.processes.values() if process.program == "trainer"]
+        return [process for process in trainers if process.node_rank < self.processes["trainer"].nodes]
 
     def on_trained(self, step: int, batch: Batch) -> None:
         self._training_s += self.settings.step_s
