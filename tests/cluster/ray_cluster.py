@@ -23,6 +23,7 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_raylet_start_wait_time_s": "300",  # these machines may have few cores
     "RAY_worker_register_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_niceness": "0",
 }
 
@@ -46,9 +47,8 @@ class RayCluster:
         head = ["--head", f"--port={PORT}", "--num-cpus=0", "--num-gpus=0", "--dashboard-host=0.0.0.0"]
         self._start(HEAD, *head)
         self._wait(HEAD)
-        for number in self._nodes:
+        for number in self._nodes:  # one by one: a raylet ends if the agent beside it does not start in time
             self._start_node(number)
-        for number in self._nodes:
             self._wait(number)
         return self
 
