@@ -16,7 +16,7 @@ from headrace.launch.driver import Driver
 from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.hosts.nodes import NodeHosts, NodeProcess
-from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.run_dir import RunDir
 from tests.cluster.hosts import HostSet, wait_for
 from tests.launch.launching import is_alive

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.launch.driver import Driver
 from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.hosts.nodes import NodeHosts, NodeProcess
-from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.run_dir import RunDir
 
 LIMIT_S = 60.0

@@ -13,8 +13,6 @@ from headrace.launch.driver_client import DriverClient, RefusedByDriver, find_dr
 from headrace.launch.errors import LaunchError
 from headrace.launch.node import NodeAgent
 from headrace.launch.node_messages import (
-    DRIVER_VAR,
-    KEY_VAR,
     Announcement,
     DriverAddress,
     Join,
@@ -25,6 +23,7 @@ from headrace.launch.node_messages import (
     RunFacts,
     own_versions,
 )
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.shared_directory import Canary
 from tests.launch.node_world import LIMIT_S, NodeWorld
 from tests.refusals import refused

@@ -27,9 +27,7 @@ from headrace.launch.addresses import advertised_address, listen_everywhere, url
 from headrace.launch.announcement_board import AnnouncementBoard
 from headrace.launch.node_messages import (
     ANNOUNCEMENT_HOLD_S,
-    DRIVER_VAR,
     HOLD_S,
-    KEY_VAR,
     LEASE_S,
     MAX_BODY_BYTES,
     NODE_NAME,
@@ -49,6 +47,7 @@ from headrace.launch.node_messages import (
     own_versions,
 )
 from headrace.launch.node_registry import LeaseLost, NameInUse, Node, NodeRegistry
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 from headrace.transport.shared_directory import PREFIX, Canary

@@ -12,7 +12,8 @@ import msgspec
 
 from headrace.errors import Failure
 from headrace.launch.errors import BadRequest
-from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR, DriverAddress, Refusal
+from headrace.launch.node_messages import DriverAddress, Refusal
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.run_dir import RunDir
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)

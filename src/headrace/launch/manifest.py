@@ -21,12 +21,12 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.hosts.base import Host, HostRole
 from headrace.launch.node import JOINED
-from headrace.launch.node_messages import DRIVER_VAR, KEY_VAR
 from headrace.launch.placement import place
 from headrace.launch.processes import needs_of
 from headrace.machine import CACHE_VARIABLE
 from headrace.runfile.reading import leaves
 from headrace.runfile.run import RunConfig
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 
 VOLUME = PurePosixPath("/runs")
 """Where all pods mount the shared volume."""

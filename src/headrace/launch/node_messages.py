@@ -23,9 +23,6 @@ import msgspec
 
 from headrace.launch.hosts.base import HostRole
 
-DRIVER_VAR = "HEADRACE_DRIVER"
-"""The environment variable with the URL of the driver."""
-KEY_VAR = "HEADRACE_DRIVER_KEY"
 LEASE_S = 20.0
 """A host that has not reported for so long is lost; a node that could not report for so long kills its processes."""
 HOLD_S = 0.5

@@ -31,6 +31,7 @@ from headrace.machine import visible_gpus
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
+from headrace.transport.announcements import announcements
 from headrace.transport.epochs import LAUNCHER_VAR
 from headrace.transport.run_dir import RunDir
 
@@ -60,6 +61,8 @@ def launch(
         stack.callback(hosts.close)
         options: dict[str, Any] = {"max_running": max_running, "memory_advice": memory_advice}
         listed = hosts.wait_until_ready()
+        if config.launch.on != "local":  # other hosts learn of withdrawn endpoints
+            stack.enter_context(announcements(run.root, driver.env))
 
         def make(resume: bool) -> Supervisor:
             if resume:

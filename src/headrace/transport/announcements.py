@@ -22,7 +22,9 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-DRIVER_VAR, KEY_VAR = "HEADRACE_DRIVER", "HEADRACE_DRIVER_KEY"
+DRIVER_VAR = "HEADRACE_DRIVER"
+"""The environment variable with the URL of the driver."""
+KEY_VAR = "HEADRACE_DRIVER_KEY"
 REQUEST_TIMEOUT_S = 20.0
 RETRY_S = 1.0
 
