@@ -61,7 +61,7 @@ def processes_of(
         if place.role == "inference":
             argv = _server(config, run, placement, place, sharing, max_running)
         elif place.role == "trainer":
-            argv = _trainer(run, placement, place, sharing)
+            argv = _trainer(config, run, placement, place, sharing)
             again = [*argv, "--resume"]
         else:
             servers = len(config.orchestrator.client.base_url if isinstance(config, RunConfig) else ())
@@ -94,7 +94,7 @@ def _server(
     options: dict[str, object] = {}
     if place.number:
         options = {"name": place.name, "port": place.port}
-    if len(placement.hosts) > 1:
+    if config.launch.on != "local":  # also where one host is left: others may join
         options["host"] = placement.host(place.host).address
     share = inference.memory_share(len(placement.servers)) if placement.shares_gpu else None
     if share is not None:
@@ -104,11 +104,13 @@ def _server(
     return _command("serve", run, **options, sharing=sharing)
 
 
-def _trainer(run: RunDir, placement: Placement, place: Place, sharing: Sharing | None) -> list[str]:
+def _trainer(
+    config: RunConfig | SftConfig, run: RunDir, placement: Placement, place: Place, sharing: Sharing | None
+) -> list[str]:
     """Return the command of a member of the trainer's group; the port of its rendezvous is not known yet."""
     members = placement.trainer
     options: dict[str, object] = {}
-    if len(placement.hosts) > 1:
+    if config.launch.on != "local":
         options["host"] = placement.host(members[0].host).address
     if len(members) > 1:
         options |= {"nodes": len(members), "node-rank": place.node_rank, "rendezvous": f"{options['host']}:0"}
