@@ -18,7 +18,7 @@ from headrace.config.launch import LaunchConfig
 from headrace.launch.driver import Driver
 from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import Host
-from headrace.launch.hosts.nodes import NodeHosts
+from headrace.launch.hosts.nodes import NodeHosts, open_driver
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
 from headrace.launch.slurm_job import JOB_VAR, NODES_VAR, REQUEUE_VAR, RESTARTS_VAR, in_allocation
@@ -103,10 +103,6 @@ def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> SlurmHosts:
             f"launch.on = slurm: the run needs {needs.nodes} hosts, and job {os.environ[JOB_VAR]} has {count}. "
             "Lower trainer_nodes, inference_nodes or spare_nodes of [launch], or allocate more hosts."
         )
-
-    def notify(sentence: str) -> None:
-        print(f"headrace: {sentence}", file=sys.stderr, flush=True)
-
-    notify(f"job {os.environ[JOB_VAR]} of SLURM on {count} hosts, restart {os.environ.get(RESTARTS_VAR, '0')}")
-    driver = Driver(run, interface=launch.interface, notify=notify)
+    driver = open_driver(launch, run)
+    driver.notify(f"job {os.environ[JOB_VAR]} of SLURM on {count} hosts, restart {os.environ.get(RESTARTS_VAR, '0')}")
     return SlurmHosts(driver, needed=needs.nodes, count=count, requeue=launch.slurm.requeue)
