@@ -91,7 +91,7 @@ class NamespacedHost:
         """Start a command on the host; `env` is added to that of this process."""
         enter = ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--ipc", "--pid", f"--wdns={cwd}"]
         process = subprocess.Popen(
-            [*enter, *map(str, command)],
+            ["setpriv", "--pdeathsig", "KILL", *enter, *map(str, command)],
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
