@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -26,10 +27,7 @@ from headrace.transport.run_dir import RunDir
 
 LATEST = "latest"
 LAUNCHER = "launcher"
-LOCK = ".lock"
-"""Locked by the launcher of the run and by its processes on the same host."""
-KEPT = frozenset({LOCK, EPOCHS, DRAFTS})
-"""What is in a run directory before a run, and after it was emptied."""
+LOCK_END = ".lock"
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class DirectoryPlan:
         if self.clean:
             with hold(self.directory):
                 for path in self.directory.iterdir():
-                    if path.name not in KEPT:  # a process of the old run, paused somewhere, stays replaced
+                    if not _is_kept(path):  # a process of the old run, paused somewhere, stays replaced
                         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if self.fork_of is not None:
             source, step = RunDir(self.fork_of), self.fork_step
@@ -71,7 +69,7 @@ def plan_directory(directory: Path, resume: str | None, clean: bool) -> Director
     """Plan what to do with `output_dir`. Raises `BadRequest` with the alternatives."""
     if directory.exists() and not directory.is_dir():
         raise BadRequest("this is a file", key="output_dir", value=directory, fix="Choose a directory.")
-    occupied = directory.is_dir() and any(path.name not in KEPT for path in directory.iterdir())
+    occupied = directory.is_dir() and any(not _is_kept(path) for path in directory.iterdir())
     if resume is not None:
         return _plan_resume(directory, resume)
     if not occupied:
@@ -134,6 +132,20 @@ def refuse_shorter(directory: Path, max_steps: int | None) -> None:
         raise BadRequest(f"{directory} has completed {completed} steps", key="max_steps", value=max_steps, fix=fix)
 
 
+def _lock_of(directory: Path) -> Path:
+    """Return the file that is locked by the launcher of a run and by its processes on this host.
+
+    Each host has its own: some network file systems share locks, and a launcher that is paused on another host must not
+    keep this one out.
+    """
+    return directory / f".{socket.gethostname()}{LOCK_END}"
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether a path is in a run directory before a run, and after it was emptied."""
+    return path.name in (EPOCHS, DRAFTS) or (path.name.startswith(".") and path.name.endswith(LOCK_END))
+
+
 @contextmanager
 def hold(directory: Path) -> Iterator[int]:
     """Take a run directory for this launcher. Yields a descriptor to be inherited by the processes of the run.
@@ -156,7 +168,7 @@ def hold(directory: Path) -> Iterator[int]:
     def watch(holder: Holder | None) -> None:
         print(f"headrace: waiting up to {LEASE_S:.0f} s to see whether the launcher ({holder}) lives", file=sys.stderr)
 
-    with lock(directory / LOCK, wait_for_processes) as descriptor:
+    with lock(_lock_of(directory), wait_for_processes) as descriptor:
         try:
             epoch = take_epoch(directory, LAUNCHER, on_wait=watch)
         except Held as error:
@@ -174,7 +186,7 @@ def hold(directory: Path) -> Iterator[int]:
 
 def in_use(directory: Path) -> bool:
     """Whether a launcher on any host, or a process that it has started on this host, holds this run."""
-    return is_locked(directory / LOCK) or is_held(directory, LAUNCHER)
+    return is_locked(_lock_of(directory)) or is_held(directory, LAUNCHER)
 
 
 def is_run(directory: Path) -> bool:

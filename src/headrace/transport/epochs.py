@@ -136,7 +136,8 @@ def _try_to_take(root: Path, role: str, number: int, on_fenced: OnFenced) -> Epo
     try:
         _create_lease(directory, number, lease)
     except FileExistsError:
-        drafts.rmdir()
+        with suppress(FileNotFoundError):  # a process that has taken a later epoch deleted it
+            drafts.rmdir()
         return None
     for path in drafts.parent.glob(f"{role}-*-*"):
         if int(path.name.split("-")[1]) < number:

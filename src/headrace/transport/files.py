@@ -68,7 +68,7 @@ def refresh(directory: Path) -> None:
     """Make this host forget what it has cached of a directory: a change of its own makes a client of NFS look again."""
     path = temporary(directory / "refresh")
     path.touch()
-    path.unlink()
+    path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -145,9 +145,13 @@ def move(draft: Path, final: Path) -> None:
 def discard(path: Path) -> None:
     """Delete a file or directory that has its final name, if this process may write: a rename, which is atomic, first.
 
-    So a directory that is deleted in part is never seen.
+    So a directory that is deleted in part is never seen. A file of a process without an epoch needs no rename.
     """
-    old = _fenced_draft(path, "old") or path.with_name(f".{path.name}.old")
+    old = _fenced_draft(path, "old")
+    if old is None and not path.is_dir():
+        path.unlink()
+        return
+    old = old or path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     move(path, old)
     if old.is_dir():

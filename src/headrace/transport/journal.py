@@ -110,9 +110,9 @@ class Journal:
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         shared = is_shared_between_hosts(path.parent)
-        address = f"{path.absolute().as_uri()}{'?vfs=unix-none' * shared}"
+        address = f"{path.absolute().as_uri()}?vfs=unix-none" if shared else path
         # The orchestrator calls from worker threads, one at a time.
-        self._file = self._db = sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
+        self._file = self._db = sqlite3.connect(address, uri=shared, check_same_thread=False, isolation_level=None)
         if shared:
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # the index of the log is in memory, not in a file
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
