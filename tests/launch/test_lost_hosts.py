@@ -269,3 +269,21 @@ def test_a_recovery_reports_its_duration_and_the_steps_that_were_trained_again(s
     assert reports[:-1] == [None] * (len(steps) - 1)
     assert reports[-1] is not None and f"step 7 was trained {10 * len(steps) - 10} s after the loss" in reports[-1]
     assert repeated in reports[-1]
+
+
+def test_a_server_that_crashes_again_and_again_does_not_end_a_run_with_other_servers(tmp_path: Path):
+    world = World(tmp_path, 4, FOUR)
+    for crash in range(10):
+        world.clock.at(20.0 * (crash + 1), lambda: world.hosts.end("inference-1", -9))
+    world.clock.at(400.0, world.hosts.finish)
+    assert world.supervisor.run() == 0
+    assert len(world.starts("inference-1")) == 11
+
+
+def test_a_run_ends_when_all_of_its_servers_crash_again_and_again(tmp_path: Path):
+    world = World(tmp_path, 4, FOUR)
+    servers = [spec.name for spec in world.plan.specs() if spec.service]
+    for crash in range(10):
+        world.clock.at(20.0 * (crash + 1), lambda: [world.hosts.end(name, -9) for name in servers])
+    with pytest.raises(LaunchError, match="inference"):
+        world.supervisor.run()

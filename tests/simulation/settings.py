@@ -10,7 +10,7 @@ from tests.simulation.network import Link
 from tests.simulation.servers import SLOTS, tokens_per_second
 
 FAR = Link(latency_s=0.05, bandwidth=1e9, loss=0.01)
-KILLS = {"server": 0.945, "host": 0.02, "link": 0.015, "trainer": 0.01, "orchestrator": 0.01}
+KILLS = {"server": 0.96, "host": 0.02, "link": 0.01, "trainer": 0.006, "orchestrator": 0.004}
 """Shares of the kinds of failures. `link`: a host is cut off for a while."""
 
 

@@ -225,7 +225,7 @@ class Supervisor:
         self._host_wait, self._listed = None, hosts
         displaced, self._displaced = self._displaced, {}
         for unit, how in displaced.items():
-            if not self._restarts.allows(unit):
+            if not self._restarts.allows(unit) and not self._has_substitute(unit):
                 raise LaunchError(f"{how} after {self._restarts.most} restarts without progress")
             self._restarts.schedule(unit, now)
         self._follow(specs, now)
@@ -271,6 +271,7 @@ class Supervisor:
         failed = [process for process in died if unit_of(process.spec) not in units]
         failed = [process for process in failed if not self._may_be_victim(process, now)]
         refused = [p for p in crashed if not self._restarts.allows(unit_of(p.spec), out_of_memory[p])]
+        refused = [p for p in refused if out_of_memory[p] is not None or not self._has_substitute(p.name)]
         if failed or refused:
             error = InputRefused if any(process.exit_status == BAD_INPUT for process in died) else LaunchError
             raise error("\n".join(self._describe_failure(process, out_of_memory[process]) for process in died))
@@ -287,6 +288,12 @@ class Supervisor:
                 self._restarts.out_of_memory.add(unit)
             how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}"
             self._view.say(f"{how}; {when} ({attempt})")
+
+    def _has_substitute(self, unit: str) -> bool:
+        """Whether a unit is a server beside others that are up: its crashes cost throughput, not the run."""
+        servers = [process for process in self._fleet.processes.values() if process.spec.service]
+        others = [process for process in servers if process.name != unit]
+        return len(others) < len(servers) and any(other.name in self._up and other.running for other in others)
 
     def _may_be_victim(self, process: HostProcess, now: float) -> bool:
         """Whether a process may have failed because the host of another member of its group is lost."""
