@@ -281,8 +281,9 @@ class World:
         self._training_s += self.settings.step_s
         self.batches.setdefault(step, []).append(tuple(batch.draw_ids))
         self.staleness[step] = _mean_staleness(batch)
-        self.trained_at.setdefault(step, self.loop.time())
-        self._end = self._count()
+        if step not in self.trained_at:  # not one that is repeated, after the end of what is measured
+            self.trained_at[step] = self.loop.time()
+            self._end = self._count()
         if step == self._first_step and not self._start.time:
             self._start = self._end
 
