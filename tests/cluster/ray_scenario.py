@@ -77,6 +77,7 @@ def main() -> None:
     for process in (stopped, absent, failing):
         process.wait(TIMEOUT_S)
     show(stopped=stopped.exit_status, absent=absent.exit_status, failing=failing.exit_status, memory=failing.peak_bytes)
+    wait_for(lambda: doomed[0].pid, "the answer of an actor")
     show(ready="for the kill of an actor", pid=doomed[0].pid)
     doomed[0].wait(TIMEOUT_S)
     show(status=doomed[0].exit_status, host_is_lost=doomed[0].host_is_lost)

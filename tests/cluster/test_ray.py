@@ -75,10 +75,15 @@ def test_a_submitted_job_makes_the_same_batches_as_a_local_run(cluster: RayClust
     demo.headrace("audit", run)
 
 
-def test_processes_live_on_hosts_that_come_and_go(cluster: RayCluster, tmp_path: Path):
-    hosts = cluster.hosts
-    program = hosts[HEAD].popen(PYTHON, "-m", "tests.cluster.ray_scenario", tmp_path / "run", cluster.address, 5)
-    lines = Lines(program)
+@pytest.fixture
+def scenario(cluster: RayCluster, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    module = "tests.cluster.ray_scenario"
+    yield cluster.hosts[HEAD].popen(PYTHON, "-m", module, tmp_path / "run", cluster.address, 5)
+    cluster.hosts[HEAD].send_signal(signal.SIGKILL, module)  # after a failure it would keep its hosts
+
+
+def test_processes_live_on_hosts_that_come_and_go(cluster: RayCluster, scenario: subprocess.Popen[str]):
+    hosts, lines = cluster.hosts, Lines(scenario)
     refused = lines.next("refused")
     assert refused["refused"] == 9 and "host2" in str(refused["fact"]) and f"{GPUS} GPUs" in str(refused["fact"])
     assert "5 with 2 GPUs" in str(lines.next("notice")["notice"])
@@ -110,7 +115,7 @@ def test_processes_live_on_hosts_that_come_and_go(cluster: RayCluster, tmp_path:
     cluster.add_node(second)
     assert lines.next("later")["later"] == [first_name, spare, f"host{second}-2"]
     assert lines.next("closed")["closed"] in (-signal.SIGTERM, -signal.SIGKILL)
-    assert program.wait(30) == 0
+    assert scenario.wait(30) == 0
 
 
 def test_a_run_whose_trainer_loses_a_host_finishes_on_the_spare_one(
