@@ -120,9 +120,6 @@ def test_a_cut_link_costs_no_draw(submit: Submit, process: str, seconds: int):
     run.check_finished(MAX_STEPS, TIMEOUT_S)
 
 
-@pytest.mark.xfail(
-    reason="the stopped launcher keeps its flock, which hosts of one kernel see: the requeued job refuses"
-)
 def test_an_orchestrator_that_was_stopped_and_revived_is_fenced_off(
     submit: Submit, slurm: SlurmCluster, hosts: HostSet
 ):
