@@ -102,7 +102,7 @@ class SimulatedDriver:
         self.run, self.env = world.run, {}
         self.nodes = NodeRegistry()
         self.refusals: dict[str, str] = {}
-        self.strangers: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
         self.notify = world.view.say
 
     @contextmanager

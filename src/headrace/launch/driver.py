@@ -60,7 +60,7 @@ SLOW_WRITE_S = 0.5
 POLL_S = 0.1
 CONNECTION_TIMEOUT_S = 30.0
 """A connection on which nothing arrives for so long is closed."""
-MAX_STRANGERS = 100
+MAX_REJECTED = 100
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -95,7 +95,7 @@ class Driver:
         self.nodes, self.changed = NodeRegistry(lease_s), threading.Condition()
         self.refusals: dict[str, str] = {}
         """By name of the host: why it could not join. A host that has joined since is not in it."""
-        self.strangers: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
         """By address: what was wrong with a request without the right key."""
         self.board = AnnouncementBoard()
         self.is_closed = False
@@ -126,8 +126,8 @@ class Driver:
     def accepts(self, authorization: str | None, client: str) -> bool:
         scheme, _, key = (authorization or "").partition(" ")
         right = hmac.compare_digest(key.strip().encode(), self._key.encode()) and scheme.lower() == "bearer"
-        if not right and len(self.strangers) < MAX_STRANGERS:
-            self.strangers[client] = "a request with a wrong key" if key else "a request without a key"
+        if not right and len(self.rejected) < MAX_REJECTED:
+            self.rejected[client] = "a request with a wrong key" if key else "a request without a key"
         return right
 
     def facts(self) -> RunFacts:

@@ -131,7 +131,7 @@ class NodeHosts:
             name = log.stem.removeprefix("node-")
             if name not in joined and (written := log.read_text(errors="replace").splitlines()):
                 lines.append(f"host {name}: {written[-1]}")
-        return [*lines, *(f"{what} came from {address}" for address, what in self.driver.strangers.items())]
+        return [*lines, *(f"{what} came from {address}" for address, what in self.driver.rejected.items())]
 
     def list(self) -> Sequence[Host]:
         with self.driver.locked() as nodes:
