@@ -112,7 +112,7 @@ class SlurmCluster:
         host = self._hosts[number]
         self._start(number, "munged", "--foreground", "--force", key, f"--log-file={log}", *own)
         # Through the namespace's own /tmp: the socket is there when the daemon listens.
-        wait_for(Path(f"/proc/{host.pid}/root/tmp/munge.socket").exists, f"munged on {host.name}")
+        wait_for(Path("/proc", str(host.pid), "root", "tmp", "munge.socket").exists, f"munged on {host.name}")
 
     def _start(self, number: int, *command: str) -> subprocess.Popen[str]:
         with open(self._directory / f"{command[0]}-host{number}.out", "ab") as output:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
 from headrace.transport.run_dir import RunDir
 
-API_KEY_VARS = ("HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY")
 JOIN_TIMEOUT_S = 30.0
 POLL_S = 0.05
 SETTLE_S = 1.0
@@ -81,10 +78,7 @@ def _print(sentence: str) -> None:
 
 
 class NodeHosts:
-    """Implements `Hosts`. `needed`: hosts without which the run does not start; `expected`: their names, if known.
-
-    `env` is added to the environment of every process, with the keys of the driver and of the inference servers.
-    """
+    """Implements `Hosts`. `needed`: hosts without which the run does not start; `expected`: their names, if known."""
 
     def __init__(
         self,
@@ -92,13 +86,10 @@ class NodeHosts:
         *,
         needed: int,
         expected: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
         timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
         self.driver, self._run, self._needed, self._expected = driver, driver.run, needed, expected
         self._timeout_s = timeout_s
-        keys = {name: os.environ.get(name) or secrets.token_urlsafe(32) for name in API_KEY_VARS}
-        self._env = {**keys, **(env or {}), **driver.env}
         self._numbers = count(1)
 
     def wait_until_ready(self) -> Sequence[Host]:
@@ -146,7 +137,7 @@ class NodeHosts:
             process = NodeProcess(spec, log, self.driver, number, node)
             if node is not None:
                 argv = [node.facts.python if word == sys.executable else word for word in spec.argv]
-                env = {**self._env, **spec.env}
+                env = {**self.driver.env, **spec.env}
                 self.driver.send(node, Start(number, spec.name, argv, env, str(log.resolve())))
         return process
 
