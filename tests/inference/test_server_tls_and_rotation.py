@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import HttpConfig, InferenceConfig
+from headrace.inference.client import engine_client
 from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineRejected
@@ -179,6 +180,19 @@ async def test_keys_are_rotated_while_clients_call(rotating: Rotating, tmp_path:
     await calling  # without an error
     for client in clients:
         await client.close()
+
+
+async def test_a_key_that_changes_right_after_the_client_read_it_is_read_again(
+    rotating: Rotating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "ENDPOINTS_MAX_AGE_S", 600.0)
+    run = EngineClient(rotating.endpoints, retry_for=30)
+    await run.wait_ready(30)
+    [url] = await run.health_by_url()
+    rotating.rotate(["new"], ["new-admin"])
+    await accepted(url, "new")
+    await run.generate([5], ONE)
+    await run.close()
 
 
 async def accepts(url: str, key: str) -> bool:

@@ -200,10 +200,10 @@ class EngineClient:
                 retries.fail(engine, error, time.monotonic())
                 self._read_endpoints()  # it may have restarted elsewhere
             except EngineRejected:
-                self._read_endpoints()
+                self._read_endpoints(again=True)
                 if self._pool.engines.get(engine.url) is engine:
                     raise
-                # Otherwise another process is there now, with another key.
+                # Otherwise the server has another key now.
 
     async def _attempt(
         self, engine: PooledEngine, route: str, body: msgspec.Struct, decode: Decode[T], session: str | None
@@ -304,15 +304,14 @@ class EngineClient:
 
     def _current_engines(self) -> Sequence[PooledEngine]:
         """Return all engines by the addresses that are published now."""
-        self._endpoints_read_at = -math.inf
-        self._read_endpoints()
+        self._read_endpoints(again=True)
         if not self._pool.engines:
             raise EngineUnavailable(NO_ENDPOINTS)
         return list(self._pool.engines.values())
 
-    def _read_endpoints(self) -> None:
+    def _read_endpoints(self, *, again: bool = False) -> None:
         now = time.monotonic()
-        if now - self._endpoints_read_at > ENDPOINTS_MAX_AGE_S:
+        if again or now - self._endpoints_read_at > ENDPOINTS_MAX_AGE_S:
             self._endpoints_read_at = now
             self._pool.update(self._endpoints())
 
