@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainer.packed_row import Kernel, make_row
+from headrace.trainer.packed_row import Kernel, make_row, prefix_keys
 
 CPU = torch.device("cpu")
 
@@ -117,3 +117,21 @@ def test_a_row_of_several_sequences_is_never_padded():
 def test_one_long_sequence_does_not_pad_the_short_ones():
     row = make_row([np.arange(1000), *(np.array([2000 + n, 1]) for n in range(50))], CPU)
     assert sum(block.keys.numel() for block in row.layout.sequences.blocks) < 1500
+
+
+def test_a_prefix_is_shared_only_where_its_latents_are_equal():
+    tokens = [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]), np.array([1, 2, 3, 6]), np.array([1, 2])]
+    latents = [np.zeros((len(each), 2), np.float16) for each in tokens]
+    latents[0][1] = latents[1][1] = [0.5, 0]
+    latents[2][1] = [0, 0.5]
+    keys = prefix_keys(np.concatenate(tokens), np.concatenate(latents))
+    ends = np.cumsum([len(each) for each in tokens])
+    row = make_row(tokens, CPU, keys=np.split(keys, ends[:-1]), latents=latents)
+    first, second, third, plain = (places.tolist() for places in row.places)
+    assert first[:3] == second[:3]
+    assert first[0] == third[0] == plain[0] and len({first[1], third[1], plain[1]}) == 3
+    assert third[2] != first[2]  # the same token after another prefix
+    assert row.latents is not None and len(row.latents) == row.token_ids.shape[1]
+    for places, ids, rows in zip(row.places, tokens, latents, strict=True):
+        assert row.token_ids[0, places].tolist() == ids.tolist()
+        assert row.latents[places].tolist() == rows.tolist()

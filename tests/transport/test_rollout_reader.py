@@ -127,6 +127,16 @@ def test_two_turns_with_nothing_between_them_are_one_and_an_empty_one(tmp_path: 
     assert_same(merged, found.rollout.samples[0])
 
 
+def test_latents_come_back_as_rows_of_their_sample_and_of_its_turn(tmp_path: Path) -> None:
+    rows = np.arange(6, dtype=np.float16).reshape(2, 3) / 7
+    played = [Turn([1], [2, 3], [-0.5] * 2, [0] * 2, 1.0, latents=rows)]
+    (found,) = saved(tmp_path, Rollout(turns=played, samples=merge_turns(played)))
+    latents = found.rollout.samples[0].streams["latents"]
+    assert latents.dtype == np.float16
+    np.testing.assert_array_equal(latents[1:], rows)
+    np.testing.assert_array_equal(found.rollout.turns[0].latents, rows)
+
+
 def test_a_rollout_keeps_what_its_environment_said_of_it(tmp_path: Path) -> None:
     played = [turn([1], [2])]
     scored = Rollout(

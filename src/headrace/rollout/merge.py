@@ -1,7 +1,8 @@
 """Merge turns into samples: a turn extends the sample whose tokens are a prefix of its prompt, or starts a new one.
 
 Interleaved agents get samples of their own, and a chat template that rewrites history starts a new sample instead of
-corrupting one. A turn sampled at another temperature also starts a new sample: a sample has one temperature.
+corrupting one. A turn sampled at another temperature also starts a new sample: a sample has one temperature. So does a
+turn after one with latents: an engine reads prompts as plain tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample, Turn
+from headrace.rollout.types import LATENTS, NOT_SAMPLED, TRUNCATED, Sample, Turn
 
 
 class _OpenSample:
@@ -31,7 +32,7 @@ class _OpenSample:
         self._append_sampled(turn)
 
     def continues_into(self, turn: Turn) -> bool:
-        if self.temperature != turn.temperature or len(turn.prompt_ids) < self.length:
+        if self.temperature != turn.temperature or len(turn.prompt_ids) < self.length or self.last.latents is not None:
             return False
         prompt = len(self.last.prompt_ids)
         # The completion first: it is short, and most rewritten histories differ there.
@@ -65,6 +66,10 @@ class _OpenSample:
         self._versions.append(versions)
 
     def close(self) -> Sample:
+        streams = {TRUNCATED: np.concatenate(self._truncated)} if self._is_truncated else {}
+        if (latents := self.last.latents) is not None:
+            before = np.zeros((self.length - len(latents), latents.shape[1]), latents.dtype)
+            streams[LATENTS] = np.concatenate([before, latents])
         return Sample(
             np.concatenate([self.last.prompt_ids, self.last.completion_ids]),
             np.concatenate(self._masks),
@@ -73,7 +78,7 @@ class _OpenSample:
             self.prompt_length,
             self.temperature,
             self.obs_spans,
-            {TRUNCATED: np.concatenate(self._truncated)} if self._is_truncated else {},
+            streams,
         )
 
 

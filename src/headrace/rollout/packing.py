@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from headrace.rollout.balance import spread
-from headrace.rollout.types import NOT_SAMPLED, TOKEN_ARRAYS, Sample
+from headrace.rollout.types import LATENTS, NOT_SAMPLED, TOKEN_ARRAYS, Sample
 
 STREAM_DEFAULTS: dict[str, float] = {
     "advantages": 0.0,
@@ -94,6 +94,8 @@ class Bin(msgspec.Struct):
     sources: list[int]
     """For each sequence, the index of its sample in the list that was packed, or NO_SAMPLE."""
     streams: dict[str, np.ndarray]
+    latents: np.ndarray | None = None
+    """[tokens, hidden size], zeros where a sample has none; None if no sample has any."""
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -223,7 +225,19 @@ def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -
             )
             for name in sorted(names)
         },
+        latents=join_rows([(len(sample), sample.streams.get(LATENTS)) for sample in chosen]),
     )
+
+
+def join_rows(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
+    """Concatenate streams of rows, with zeros for those that are missing, given their lengths; None if all are."""
+    shapes = {rows.shape[1] for _, rows in parts if rows is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"samples have latents of different sizes: {sorted(shapes)}")
+    (width,) = shapes
+    return np.concatenate([np.zeros((n, width), np.float16) if rows is None else rows for n, rows in parts])
 
 
 def _padding_length(tokens: int, multiple: int) -> int:

@@ -22,6 +22,9 @@ NOT_SAMPLED = -1
 """The entry of `Sample.versions` for a token that the policy did not sample."""
 TRUNCATED = "truncated_logprobs"
 """The stream of logprobs after top-p and top-k: for metrics, not trained on."""
+LATENTS = "latents"
+"""The stream of latents, [tokens, hidden size] in float16, of a policy that thinks in latent space: what the input
+embedding of a token was blended with. A row of zeros: the plain embedding."""
 
 ROLES = ("", "system", "user", "assistant", "tool")
 """Author of a prompt token, by index; 0 is the chat format itself and any other role."""
@@ -63,6 +66,8 @@ class Turn(msgspec.Struct, eq=False):
     """Logprobs after top-p and top-k, renormalized; None without these."""
     prompt_roles: np.ndarray | None = None
     """Per token of the prompt, the index of its role in `ROLES`; None if the renderer does not report roles."""
+    latents: np.ndarray | None = None
+    """[completion tokens, hidden size]: the stream of latents; None without these."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -87,12 +92,17 @@ class Turn(msgspec.Struct, eq=False):
                 raise ValueError(
                     f"a turn with a prompt of {len(self.prompt_ids)} tokens has {len(self.prompt_roles)} prompt_roles"
                 )
+        if self.latents is not None:
+            self.latents = np.asarray(self.latents, np.float16)
+            if self.latents.ndim != 2 or len(self.latents) != len(self.logprobs):
+                raise ValueError(f"a turn of {len(self.logprobs)} tokens has latents of shape {self.latents.shape}")
 
 
 class Sample(msgspec.Struct):
     """One training sequence: a first prompt, then completions and the observations between them.
 
-    Every array and every stream has the length of `token_ids`. `obs_spans` rows are (start within the completion, turn
+    Every array and every stream has the length of `token_ids`; a stream that the trainer does not know, and the one of
+    latents, may have a row of numbers per token. `obs_spans` rows are (start within the completion, turn
     index, start within that turn's prompt, length): tokens between two completions that were not sampled.
     """
 
@@ -132,7 +142,8 @@ class Sample(msgspec.Struct):
             raise ValueError(f"prompt_length {self.prompt_length} is outside a sample of {len(self)} tokens")
 
     def _check_aligned(self, name: str, values: np.ndarray) -> None:
-        if values.shape != self.token_ids.shape:
+        has_rows = values.ndim == 2 and name not in TOKEN_ARRAYS and name not in KNOWN_STREAMS
+        if (values.shape[:1] if has_rows else values.shape) != self.token_ids.shape:
             raise ValueError(
                 f"sample stream {name!r} has shape {values.shape}, but the sample has {len(self)} tokens: "
                 "every stream must have one value per token"
@@ -140,7 +151,7 @@ class Sample(msgspec.Struct):
 
     def set_stream(self, name: str, values: np.ndarray | list[float]) -> None:
         """Attach a per-token stream, refusing one of another length."""
-        stream = np.asarray(values, KNOWN_STREAMS.get(name))
+        stream = np.asarray(values, np.float16 if name == LATENTS else KNOWN_STREAMS.get(name))
         self._check_aligned(name, stream)
         self.streams[name] = stream
 

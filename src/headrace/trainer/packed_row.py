@@ -2,7 +2,8 @@
 
 Under causal attention a token's hidden state depends on its prefix alone, so the prompt of a group's rollouts is
 computed once; autograd sums the gradients of the sequences that share it. On a group of eight short completions this
-saves two thirds of the work, and it costs nothing if nothing is shared.
+saves two thirds of the work, and it costs nothing if nothing is shared. Tokens with latents are shared only where their
+latents are equal, too.
 
 Only attention needs whole sequences (the document mask). `VarlenSequences` describe them for variable-length kernels,
 `PaddedBlocks` for kernels on padded batches. Either is made once per row and shared by all layers.
@@ -94,6 +95,8 @@ class PackedRow:
     layout: RowLayout
     places: list[np.ndarray]
     """For each sequence, the row indices of its tokens. Tokens in no sequence are padding."""
+    latents: torch.Tensor | None = None
+    """[tokens, hidden size] in float16: what input embeddings are blended with; None if none is."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +115,28 @@ class _Span:
         return len(self.places) - self.shared
 
 
-def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel = "sdpa") -> PackedRow:
-    """Pack sequences in lexicographic order, so that each shares its longest prefix with the one before."""
+def make_row(
+    sequences: list[np.ndarray],
+    device: torch.device,
+    kernel: Kernel = "sdpa",
+    *,
+    keys: list[np.ndarray] | None = None,
+    latents: list[np.ndarray] | None = None,
+) -> PackedRow:
+    """Pack sequences in lexicographic order, so that each shares its longest prefix with the one before.
+
+    `latents`: rows of each sequence's tokens. With these, `keys` are the `prefix_keys` of each sequence.
+    """
+    keys = sequences if keys is None else keys
     places = [np.zeros(0, np.int64)] * len(sequences)
     spans: list[_Span] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
     size, previous, above = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for index in sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()):
+    for index in sorted(range(len(sequences)), key=lambda index: sort_key(keys[index])):
         sequence = sequences[index]
-        shared = common_prefix(previous, sequence)
+        shared = common_prefix(previous, keys[index])
         own = len(sequence) - shared
         above = np.concatenate([above[:shared], np.arange(size, size + own)])
         # A sequence that extends the whole one before has the queries of both.
@@ -129,22 +144,41 @@ def make_row(sequences: list[np.ndarray], device: torch.device, kernel: Kernel =
         places[index] = above
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
-        size, previous = size + own, sequence
+        if latents is not None:
+            rows.append(latents[index][shared:])
+        size, previous = size + own, keys[index]
     padding = -size % CUDNN_LENGTH_MULTIPLE if kernel == "cudnn" and len(spans) == 1 else 0
     if padding:  # extends the one sequence, whose tokens do not attend to it
         spans = [_Span(np.arange(size + padding), 0)]
         tokens.append(np.zeros(padding, np.int64))
         positions.append(np.full(padding, size - 1))
+        if latents is not None:
+            rows.append(np.zeros((padding, latents[0].shape[1]), latents[0].dtype))
     runs = _padded_blocks(spans, size, device) if kernel == "sdpa" else _varlen_sequences(spans, device)
     token_ids = on_device(np.concatenate(tokens).astype(np.int64), device)[None]
     position_ids = on_device(np.concatenate(positions), device)[None]
-    return PackedRow(token_ids, position_ids, RowLayout(kernel, max(map(len, places)), runs), places)
+    blended = on_device(np.concatenate(rows), device) if rows else None
+    return PackedRow(token_ids, position_ids, RowLayout(kernel, max(map(len, places)), runs), places, blended)
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a device; to a GPU asynchronously."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def prefix_keys(token_ids: np.ndarray, latents: np.ndarray) -> np.ndarray:
+    """Return a number per token by which two prefixes are compared: equal where token and latents are, int64."""
+    keys = token_ids.astype(np.int64)
+    blended = np.flatnonzero(latents.any(1))
+    rows = np.ascontiguousarray(latents[blended]).view(np.dtype((np.void, latents.itemsize * latents.shape[1])))
+    keys[blended] += (1 + np.unique(rows, return_inverse=True)[1].ravel()) << 32
+    return keys
+
+
+def sort_key(keys: np.ndarray) -> bytes:
+    """Return bytes whose order is the lexicographic order of the numbers."""
+    return keys.astype(">u8").tobytes()
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:

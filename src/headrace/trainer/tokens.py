@@ -11,9 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.rollout.packing import STREAM_DEFAULTS, Bin
+from headrace.rollout.packing import STREAM_DEFAULTS, Bin, join_rows
 from headrace.trainer.loss import PackedInputs
-from headrace.trainer.packed_row import Kernel, PackedRow, common_prefix, make_row, on_device
+from headrace.trainer.packed_row import (
+    Kernel,
+    PackedRow,
+    common_prefix,
+    make_row,
+    on_device,
+    prefix_keys,
+    sort_key,
+)
 
 COMPONENTS = ("rl", "ce", "ref_kl")
 SHARED_TOKENS_PER_OWN = 8
@@ -51,6 +59,9 @@ class StepTokens:
             for name, default in STREAM_DEFAULTS.items()
             if any(name in b.streams for b in bins)
         }
+        self.latents = join_rows([(len(bin.mask), bin.latents) for bin in bins])
+        """[tokens, hidden size]; None for a policy that thinks in tokens alone."""
+        self._prefix_keys = self.token_ids if self.latents is None else prefix_keys(self.token_ids, self.latents)
         self.members = self._members()
         self.scored = np.logical_or.reduce(list(self.members.values()))
 
@@ -66,8 +77,8 @@ class StepTokens:
         groups: list[list[int]] = []
         size, previous = 0, np.zeros(0, np.int64)
         trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts)).tolist()
-        for index in sorted(trained, key=lambda index: self._sequence(index).astype(">u4").tobytes()):
-            sequence = self._sequence(index)
+        for index in sorted(trained, key=lambda index: sort_key(self._of(index, self._prefix_keys))):
+            sequence = self._of(index, self._prefix_keys)
             taken = self._taken(index, common_prefix(previous, sequence))
             if not groups or size + taken > limit:
                 groups.append([])
@@ -111,16 +122,25 @@ class StepTokens:
         members = {"ce": none, "ref_kl": none, **weighted, "rl": self.mask & weighted.get("rl", True)}
         return {component: members[component] & ~first for component in COMPONENTS}
 
-    def _sequence(self, index: int) -> np.ndarray:
-        return self.token_ids[self.starts[index] : self.starts[index] + self.lengths[index]]
+    def _of(self, index: int, values: np.ndarray) -> np.ndarray:
+        """Return the part of a flat array that belongs to a sequence."""
+        part: np.ndarray = values[self.starts[index] : self.starts[index] + self.lengths[index]]
+        return part
 
     def micro_batch(self, group: list[int], device: torch.device, kernel: Kernel = "sdpa") -> MicroBatch:
         """Pack a group into one row; for an empty group a row without scored tokens, to keep ranks in step."""
-        inputs, predictors, scored = [self.token_ids[:1]], np.zeros(0, np.int64), np.zeros(0, np.int64)
+        predictors, scored = np.zeros(0, np.int64), np.zeros(0, np.int64)
         targets = [np.flatnonzero(self.scored[self.starts[i] : self.starts[i] + self.lengths[i]]) for i in group]
-        if group:  # tokens from the last scored one on predict nothing that is trained
-            inputs = [self._sequence(index)[: each[-1]] for index, each in zip(group, targets, strict=True)]
-        row = make_row(inputs, device, kernel)
+
+        def inputs(values: np.ndarray) -> list[np.ndarray]:
+            # Tokens from the last scored one on predict nothing that is trained.
+            parts = [self._of(index, values)[: each[-1]] for index, each in zip(group, targets, strict=True)]
+            return parts or [values[:1]]
+
+        keys = latents = None
+        if self.latents is not None:
+            keys, latents = inputs(self._prefix_keys), inputs(self.latents)
+        row = make_row(inputs(self.token_ids), device, kernel, keys=keys, latents=latents)
         if group:
             predictors = np.concatenate([places[each - 1] for places, each in zip(row.places, targets, strict=True)])
             scored = np.concatenate([self.starts[index] + each for index, each in zip(group, targets, strict=True)])

@@ -37,7 +37,16 @@ from headrace.errors import BadInput
 from headrace.rollout.batch import DamagedFile
 from headrace.rollout.digest import NO_DIGEST
 from headrace.rollout.merge import merge_turns, observed_roles
-from headrace.rollout.types import KNOWN_STREAMS, TOKEN_ARRAYS, TRUNCATED, Rollout, RolloutError, Sample, Turn
+from headrace.rollout.types import (
+    KNOWN_STREAMS,
+    LATENTS,
+    TOKEN_ARRAYS,
+    TRUNCATED,
+    Rollout,
+    RolloutError,
+    Sample,
+    Turn,
+)
 from headrace.transport.digests import PARQUET_KEY, check_parquet, seal_parquet
 from headrace.transport.files import draft_of, move, sync
 from headrace.transport.run_dir import RolloutKind
@@ -264,7 +273,7 @@ def _other_streams(samples: Sequence[Sample]) -> pa.Array:
     """Return a map by name of the streams that have no column of their own, per sample."""
     others = [[item for item in sample.streams.items() if item[0] not in KNOWN_STREAMS] for sample in samples]
     names = _strings([name for items in others for name, _ in items])
-    values = _lists([values for items in others for _, values in items], pa.float64())
+    values = _lists([values.ravel() for items in others for _, values in items], pa.float64())
     return pa.MapArray.from_arrays(_offsets([len(items) for items in others]), names, values, type=_OTHER_STREAMS)
 
 
@@ -418,7 +427,7 @@ def turns_of(samples: Sequence[Sample], roles: Sequence[np.ndarray | None], coun
 def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Turn:
     """Return the turn that sampled the tokens from `start` to `end` of the sample's completion."""
     cut, end = sample.prompt_length + start, sample.prompt_length + end
-    truncated = sample.streams.get(TRUNCATED)
+    truncated, latents = sample.streams.get(TRUNCATED), sample.streams.get(LATENTS)
     return Turn(
         sample.token_ids[:cut],
         sample.token_ids[cut:end],
@@ -427,6 +436,7 @@ def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Tur
         sample.temperature,
         truncated_logprobs=None if truncated is None else truncated[cut:end],
         prompt_roles=None if roles is None else roles[:cut],
+        latents=None if latents is None else latents[cut:end],
     )
 
 
@@ -442,7 +452,9 @@ def _samples(structs: pa.StructArray) -> list[Sample]:
                 sample.set_stream(name, values)
     for sample, others in zip(samples, structs.field("other_streams").to_pylist(), strict=True):
         for name, values in others:
-            sample.set_stream(name, np.array(values, np.float32 if name == TRUNCATED else np.float64))
+            stream = np.array(values, np.float32 if name == TRUNCATED else np.float64)
+            has_rows = len(stream) > len(sample) > 0  # rows of numbers are stored end to end
+            sample.set_stream(name, stream.reshape(len(sample), -1) if has_rows else stream)
     return samples
 
 

@@ -22,7 +22,7 @@ from headrace.errors import Failure
 from headrace.orchestrator.filters.zero_advantage import has_no_advantage
 from headrace.rollout.credit import Cohort, center
 from headrace.rollout.routing import route_actions
-from headrace.rollout.types import TRUNCATED, Rollout, Task
+from headrace.rollout.types import LATENTS, TRUNCATED, Rollout, Task
 
 
 class RescoreFailed(Failure):
@@ -82,7 +82,7 @@ async def rescore(
 def uncredited(rollout: Rollout) -> Rollout:
     """Return a copy without credit; tokens are shared."""
     samples = [
-        msgspec.structs.replace(sample, streams={n: v for n, v in sample.streams.items() if n == TRUNCATED})
+        msgspec.structs.replace(sample, streams={n: v for n, v in sample.streams.items() if n in (TRUNCATED, LATENTS)})
         for sample in rollout.samples
     ]
     return msgspec.structs.replace(rollout, samples=samples)
