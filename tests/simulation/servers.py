@@ -56,6 +56,7 @@ class _Request:
         self.tokens, self.done, self.first_version = tokens, done, version
         self.ends_at = 0.0
         """The decode steps that the engine has made when it ends."""
+        self.has_slot = False
 
 
 class Server:
@@ -83,7 +84,7 @@ class Server:
         self._counted_at = self.began = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._active = 0
-        """Requests in `_running` that were not aborted."""
+        """Requests that have a slot of the engine."""
         self.decoding_s = 0.0
         """Time with at least one running request."""
         self.tokens = 0.0
@@ -139,11 +140,11 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
         for request in [*self._waiting, *(request for _, _, request in self._running)]:
+            self._release(request)
             if not request.done.done():
                 request.done.set_exception(ServerUnreachable("the server closed the connection"))
         self._waiting.clear()
         self._running.clear()
-        self._active = 0
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -166,10 +167,10 @@ class Server:
             request = self._waiting.popleft()
             request.first_version = self.version
             request.ends_at = self._steps + request.tokens
-            self._active += 1
+            self._active, request.has_slot = self._active + 1, True
             heapq.heappush(self._running, (request.ends_at, next(self._numbers), request))
         while self._running and self._running[0][2].done.done():
-            heapq.heappop(self._running)
+            self._release(heapq.heappop(self._running)[2])
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -181,9 +182,9 @@ class Server:
         self._count()
         _, _, request = heapq.heappop(self._running)
         self._steps = max(self._steps, request.ends_at)
+        self._release(request)
         if not request.done.done():
             request.done.set_result(None)
-            self._active -= 1
         self._timer = None
         self._schedule()
 
@@ -192,6 +193,9 @@ class Server:
         self._count()
         if request in self._waiting:
             self._waiting.remove(request)
-        elif any(request is running for _, _, running in self._running):
-            self._active -= 1  # its future is cancelled: `_schedule` removes it
+        self._release(request)  # its future is cancelled: `_schedule` removes it, perhaps before this
         self._schedule()
+
+    def _release(self, request: _Request) -> None:
+        self._active -= request.has_slot
+        request.has_slot = False

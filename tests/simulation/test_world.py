@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from headrace.inference.schema import Health
 from headrace.launch.errors import LaunchError
+from headrace.rollout.version import Version
+from tests.simulation.network import Link, Network, SimulatedHost
+from tests.simulation.servers import SLOTS, Server
 from tests.simulation.settings import Result, Settings
+from tests.simulation.virtual_time import VirtualLoop
 from tests.simulation.world import World
 
 SMALL = {
@@ -24,6 +32,22 @@ def play(directory: Path, seed: int, **settings: object) -> Result:
         return world.play()
     except LaunchError as error:
         raise AssertionError("\n".join([*world.view.messages, *world.errors, str(error)])) from error
+
+
+def test_requests_that_are_aborted_together_free_their_slots() -> None:
+    loop, rng = VirtualLoop(), random.Random(0)
+    network, host = Network(loop, rng, {"here": Link()}), SimulatedHost("h")
+    server = Server(network, host, "http://h", Version(0, 0), network.cross, str, rng, mean_tokens=1000)  # type: ignore[arg-type]
+    requests = [loop.create_task(server.respond("/inference/v1/generate", b"")) for _ in range(2 * SLOTS)]
+    loop.advance(1.0)
+    assert msgspec.json.decode(server.health(), type=Health).running == SLOTS
+    for request in requests:
+        request.cancel()
+    loop.advance(1.0)
+    health = msgspec.json.decode(server.health(), type=Health)
+    assert (health.running, health.waiting) == (0, 0)
+    loop.run_until_complete(asyncio.gather(*requests, return_exceptions=True))
+    loop.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
