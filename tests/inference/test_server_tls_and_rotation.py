@@ -195,6 +195,18 @@ async def test_a_key_that_changes_right_after_the_client_read_it_is_read_again(
     await run.close()
 
 
+async def test_a_withdrawn_address_is_not_published_with_new_keys(rotating: Rotating) -> None:
+    run = EngineClient(rotating.endpoints, retry_for=30)
+    await run.wait_ready(30)
+    [url] = await run.health_by_url()
+    (rotating.endpoints / "inference.json").unlink()  # by the launcher: the server drains
+    rotating.rotate(["new"], ["new-admin"])
+    await accepted(url, "new")
+    await asyncio.sleep(0.05)
+    assert not list(rotating.endpoints.iterdir())
+    await run.close()
+
+
 async def accepts(url: str, key: str) -> bool:
     async with (
         aiohttp.ClientSession() as http,

@@ -227,6 +227,7 @@ def test_servers_are_added_on_idle_gpus_and_the_newest_are_drained_first(tmp_pat
     world = World(tmp_path, 2, {"inference_gpus": 1, "trainer_processes": 1, "on": "nodes"})
     results: list[str] = []
     seen: list[list[str]] = []
+    published: list[bool] = []
 
     def note() -> None:
         seen.append([p.name for p in world.hosts.started if p.running and p.spec.service])
@@ -234,14 +235,17 @@ def test_servers_are_added_on_idle_gpus_and_the_newest_are_drained_first(tmp_pat
     world.clock.at(1.0, lambda: scaled(world, 2, results))
     world.clock.at(9.0, note)
     world.clock.at(10.0, lambda: scaled(world, 1, results))
+    address = world.run.endpoints / "inference-1.0.json"
+    world.clock.at(12.0, lambda: write_endpoint(address, Endpoint("http://h1", 1)))  # with new keys, for example
     world.clock.at(13.0, note)  # clients may not know yet that its address was withdrawn
+    world.clock.at(13.0, lambda: published.append(address.exists()))
     world.clock.at(30.0, note)
     world.clock.at(31.0, lambda: scaled(world, 99, results))
     world.clock.at(40.0, world.hosts.finish)
     assert world.supervisor.run() == 0
     assert seen == [["inference", "inference-1"], ["inference", "inference-1"], ["inference"]]
     assert results[0].startswith("2 inference servers") and results[1].startswith("1 inference servers")
-    assert results[2].startswith("ConfigError")
+    assert results[2].startswith("ConfigError") and published == [False]
     assert len(world.starts("orchestrator")) == 1
 
 

@@ -43,6 +43,7 @@ class Draining:
         """Stop the servers that have no request left, and forget those that have ended."""
         for leaving in list(self._leaving):
             process = leaving.process
+            withdraw_endpoints(self._run.endpoints, process.name)  # it may have published it again with new keys
             if not process.running:
                 process.kill()  # its children
                 remove_traces(self._run, process)

@@ -232,7 +232,8 @@ class _EngineServer:
                 log.error("the keys stay as they were: %s", error)
             else:
                 log.info("the keys have changed: %d of clients, %d of admins", len(app.keys.api), len(app.keys.admin))
-                self._publish(url, app.keys)
+                if self.endpoint is not None and self.endpoint.exists():  # else it was withdrawn: the server drains
+                    self._publish(url, app.keys)
 
 
 async def _catch_up(backend: Backend, run: RunDir) -> None:
