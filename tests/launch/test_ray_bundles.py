@@ -2,12 +2,16 @@
 
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
+from headrace.cli.main import main
+from headrace.errors import BAD_INPUT
 from headrace.launch.errors import BadRequest
-from headrace.launch.hosts.ray import import_ray
 from headrace.launch.ray_bundles import ADDRESS_KEY, check_address, describe_shortage, make_bundles
+from headrace.machine import CACHE_VARIABLE
+from tests.end_to_end.runs import REPOSITORY
 
 LARGE = {"CPU": 64.0, "GPU": 8.0, "memory": 1e12}
 SMALL = {"CPU": 32.0, "GPU": 4.0}
@@ -55,9 +59,15 @@ def test_an_address_at_which_nothing_listens_is_refused():
     assert (caught.value.key, caught.value.value) == (ADDRESS_KEY, f"127.0.0.1:{port}")
 
 
-def test_a_missing_ray_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_missing_ray_is_refused_before_a_model_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(BadRequest) as caught:
-        import_ray()
-    assert (caught.value.key, caught.value.value) == ("launch.on", "ray")
-    assert "pip install 'headrace[ray]'" in (caught.value.fix or "")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    file = REPOSITORY / "examples" / "reverse-text" / "rl.toml"  # its model is trained by SFT
+    words = ["rl", str(file), "--launch.on", "ray", "--output_dir", str(tmp_path / "run"), *options]
+    assert main(words) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert 'launch.on = "ray"' in error and "pip install 'headrace[ray]'" in error
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()

@@ -21,6 +21,7 @@ from headrace.config.sft import SftConfig
 from headrace.launch.errors import BadRequest, naming_run
 from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables
+from headrace.launch.ray_bundles import check_installed
 from headrace.launch.run_directory import DirectoryPlan, hold, is_run, plan_directory, refuse_shorter
 from headrace.launch.saved_config import changes, pin, save
 from headrace.launch.slurm_job import in_allocation
@@ -93,6 +94,8 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
     _refuse_other_kind(kind, arguments.files)
     config, notices = load(kind, arguments.files, arguments.overrides)
     notify(*notices, *set_variables(config.launch))
+    if config.launch.on == "ray":
+        check_installed()
     plan = None if arguments.dry_run and arguments.resume is None else _plan(arguments, config)
     goes_on = plan is not None and plan.resume and (config.model.sft or config.model.init)
     before = RunDir(plan.fork_of or plan.directory) if plan is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,13 @@ CONNECT_TIMEOUT_S = 10.0
 
 Bundle = dict[str, float]
 """Amounts by the names of Ray's resources, on one node."""
+
+
+def check_installed() -> None:
+    """Raise an error if Ray is not installed, without importing it, which takes seconds."""
+    if importlib.util.find_spec("ray") is None:
+        fix = "Install it: pip install 'headrace[ray]'; in a checkout `python scripts/install.py ray`."
+        raise BadRequest("Ray is not installed", key="launch.on", value="ray", fix=fix)
 
 
 def check_address(address: str) -> None:

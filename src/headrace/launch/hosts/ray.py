@@ -35,7 +35,14 @@ from headrace.launch.node_messages import LEASE_S, Join, ProcessState, RunFacts,
 from headrace.launch.node_registry import natural_order
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
-from headrace.launch.ray_bundles import ADDRESS_KEY, Bundle, check_address, describe_shortage, make_bundles
+from headrace.launch.ray_bundles import (
+    ADDRESS_KEY,
+    Bundle,
+    check_address,
+    check_installed,
+    describe_shortage,
+    make_bundles,
+)
 from headrace.transport.run_dir import RunDir
 
 HOLD_S = 1.0
@@ -391,11 +398,9 @@ class RayHosts:
 
 
 def import_ray() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        fix = "Install it: pip install 'headrace[ray]'; in a checkout `python scripts/install.py ray`."
-        raise BadRequest("Ray is not installed", key="launch.on", value="ray", fix=fix) from error
+    check_installed()
+    import ray
+
     return ray
 
 
