@@ -117,7 +117,7 @@ LAYERS = (
 )
 """The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""
 TOOLS = (
-    ("sweep",),
+    ("sweep", "view"),
     ("compare", "audit"),
     ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat"),
     ("names", "statistics"),

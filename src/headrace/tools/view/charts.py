@@ -1,0 +1,116 @@
+"""The charts that a run's page shows, and where the time of each process went."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import BadInput
+from headrace.tools.view.runs import ViewedRun
+from headrace.tools.view.series import downsample, numbers
+
+CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Reward", "", ("reward/*/mean",)),
+    ("Evaluation", "", ("eval/*/avg@*",)),
+    ("Loss", "", ("loss", "loss/*", "val/loss")),
+    ("Length", "tokens", ("decode_len/*/mean", "decode_len/all/max")),
+    ("Dropped rollouts by reason", "rollouts", ("dropped/*",)),
+    ("Staleness", "versions", ("off_policy/staleness/mean", "off_policy/staleness/max")),
+    ("Entropy", "nats", ("entropy", "entropy/*")),
+    ("Drift between engine and trainer", "", ("drift/decode", "drift/prefill", "mismatch_kl", "is_masked")),
+    ("KL to the reference", "nats", ("kl/*", "ref_kl")),
+    ("Advantages", "", ("advantages/p5", "advantages/p50", "advantages/p95")),
+    ("Throughput", "tokens/s", ("perf/sampled_tokens_per_second", "perf/trained_tokens_per_second")),
+    ("Engine slots in use", "share", ("perf/slots_used",)),
+    ("Gradient norm", "", ("optim/grad_norm",)),
+    ("Solved groups", "share", ("solve_all", "solve_none")),
+    ("Ends of episodes", "share", ("stop_condition/*",)),
+)
+"""Title, unit, and patterns of the metrics of each chart."""
+MAX_LINES = 12
+"""Of one chart."""
+MAX_BUCKETS = 2000
+MAX_NAMES = 200
+
+LANES = {
+    "trainer": ("time/step", {
+        "wait_for_batch": "wait", "wait_for_turn": "wait", "forward_backward": "work", "render": "work",
+        "probe": "work", "publish": "work", "token_export": "work", "save_ckpt": "work", "validate": "work",
+    }),
+    "orchestrator": ("time/batch", {
+        "wait_for_rollouts": "wait", "wait_for_weights": "wait", "scoring": "work", "write_batch": "work",
+    }),
+}  # fmt: skip
+"""By process: the metric of its whole time per step, and those of its parts, with whether it waits or works in them."""
+
+
+def suggest_charts(names: list[str]) -> list[dict[str, Any]]:
+    """Return the charts that have any metric."""
+    charts = []
+    for title, unit, patterns in CHARTS:
+        matching = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
+        chosen = list(dict.fromkeys(matching))[:MAX_LINES]
+        if chosen:
+            charts.append({"title": title, "unit": unit, "names": chosen, "log": False})
+    return charts
+
+
+def read_series(
+    run: ViewedRun, names: list[str], buckets: int, first: int = 0, last: int | None = None
+) -> dict[str, Any]:
+    """Return metrics between two steps, merged into at most `buckets` ranges; by default those of all charts."""
+    known = run.metrics.names()
+    names = names or [name for chart in suggest_charts(known) for name in chart["names"]]
+    if len(names) > MAX_NAMES:
+        raise BadInput(f"at most {MAX_NAMES} metrics at a time", key="name", value=len(names))
+    points = run.metrics.points(name for name in names if name in known)
+    end = max((int(steps[-1]) for steps, _ in points.values() if len(steps)), default=0)
+    series = {}
+    for name, (steps, values) in points.items():
+        inside = (steps >= first) & (steps <= (end if last is None else last))
+        series[name] = downsample(steps[inside], values[inside], check_buckets(buckets))
+    return {"series": series, "first": first, "last": end if last is None else last}
+
+
+def check_buckets(buckets: int) -> int:
+    if not 1 <= buckets <= MAX_BUCKETS:
+        raise BadInput(f"not between 1 and {MAX_BUCKETS}", key="buckets", value=buckets)
+    return buckets
+
+
+def read_lanes(run: ViewedRun, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
+    """Return the seconds per step that each process spent on each activity, as means over ranges of steps."""
+    wanted = [total for total, _ in LANES.values()]
+    wanted += [f"time/{part}" for _, parts in LANES.values() for part in parts] + ["perf/slots_used"]
+    points = run.metrics.points(wanted)
+    steps = np.unique(np.concatenate([points[total][0] for total, _ in LANES.values()]))
+    steps = steps[(steps >= first) & (steps <= (np.inf if last is None else last))]
+    per_bucket = max(1, -(-len(steps) // check_buckets(buckets)))
+
+    def mean(name: str) -> np.ndarray:
+        """Return the mean of a metric over each bucket; 0 where it was not recorded."""
+        values = np.zeros(len(steps))
+        place = np.searchsorted(steps, points[name][0])
+        valid = (place < len(steps)) & np.isin(points[name][0], steps)
+        values[place[valid]] = points[name][1][valid]
+        starts = np.arange(0, len(steps), per_bucket)
+        return np.add.reduceat(values, starts) / np.diff([*starts, len(steps)]) if len(steps) else values
+
+    lanes = []
+    for process, (total_name, parts) in LANES.items():
+        if not len(points[total_name][0]):
+            continue
+        total = mean(total_name)
+        means = {part: (kind, mean(f"time/{part}")) for part, kind in parts.items() if len(points[f"time/{part}"][0])}
+        rest = np.maximum(0.0, total - sum(seconds for _, seconds in means.values()))
+        entries = [{"name": part, "kind": kind, "seconds": numbers(s)} for part, (kind, s) in means.items()]
+        entries.append({"name": "other", "kind": "other", "seconds": numbers(rest)})
+        lanes.append({"process": process, "parts": entries, "total": numbers(total)})
+    if len(points["perf/slots_used"][0]):
+        batch, used = mean("time/batch"), mean("perf/slots_used")
+        sampling = [{"name": "slots in use", "kind": "work", "seconds": numbers(batch * used)}]
+        sampling.append({"name": "slots idle", "kind": "wait", "seconds": numbers(batch * np.maximum(0.0, 1 - used))})
+        lanes.append({"process": "inference", "parts": sampling, "total": numbers(batch)})
+    return {"step": steps[::per_bucket].tolist(), "steps_per_bucket": per_bucket, "lanes": lanes}

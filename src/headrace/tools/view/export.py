@@ -1,0 +1,83 @@
+"""The page as files that open without a server: `headrace view RUN --export DIR`.
+
+A browser lets a page from `file://` load scripts but neither fetch files nor import modules. So every answer is a
+script that hands its JSON to the page, and `static/mode.js` lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.routing import compile_path
+
+from headrace.errors import BadInput
+from headrace.tools.view.routes import ROUTES
+from headrace.tools.view.runs import RunFolder, saved_files
+from headrace.tools.view.server import page_files
+
+MAX_STEPS = 20
+"""Steps of a run whose rollouts are exported: the newest ones, and those with exported tokens."""
+
+_PATTERNS = [(compile_path(path), answer) for path, answer in ROUTES.items()]
+
+
+def export(folder: RunFolder, target: Path) -> int:
+    """Write the page and its data; return the number of files. The directory must be new or empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(
+            "exists and is not an empty directory", key="--export", value=target, fix="Name a new directory."
+        )
+    (target / "data").mkdir(parents=True, exist_ok=True)
+    paths = []
+    for path in exported_paths(folder):
+        content = as_script(path, answer_to(folder, path))
+        (target / "data" / f"{data_name(path)}.js").write_bytes(content)
+        paths.append(path)
+    mode = b"window.HEADRACE = {mode: " + b'"export", exported: ' + script_json(paths) + b"};\n"
+    static = page_files() | {"mode.js": mode}
+    for name, content in static.items():
+        file = target / name if name == "index.html" else target / "static" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return len(paths) + len(static)
+
+
+def exported_paths(folder: RunFolder) -> Iterator[str]:
+    yield from ("/api/runs", "/api/settings")
+    for id, run in folder.runs().items():
+        base = f"/api/runs/{id}"
+        yield from (base, f"{base}/series", f"{base}/lanes")
+        saved = saved_files(run)
+        for step in sorted({*saved["steps"][-MAX_STEPS:], *set(saved["steps"]).intersection(saved["token_steps"])}):
+            yield from _step_paths(f"{base}/steps/{step}")
+
+
+def _step_paths(base: str) -> Iterator[str]:
+    yield from ()
+
+
+def answer_to(folder: RunFolder, path: str) -> Any:
+    """Return the answer of a path without a query."""
+    for (pattern, _, converters), answer in _PATTERNS:
+        if match := pattern.match(path):
+            parameters = {name: converters[name].convert(value) for name, value in match.groupdict().items()}
+            return answer(folder, parameters, {})
+    raise LookupError(path)
+
+
+def data_name(path: str) -> str:
+    return re.sub("[^A-Za-z0-9]+", "-", path.removeprefix("/api/"))
+
+
+def as_script(path: str, content: Any) -> bytes:
+    return b"HEADRACE.receive(" + script_json(path) + b", " + script_json(content) + b");\n"
+
+
+def script_json(content: Any) -> bytes:
+    """Return JSON that is also valid in a script of any page: no character could end it."""
+    text = msgspec.json.encode(content)
+    return text.replace(b"<", b"\\u003c").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")

@@ -1,0 +1,176 @@
+"""Metrics of a run as columns: read once, extended as the file grows, merged into buckets for a chart.
+
+A run of 10,000 steps writes tens of megabytes, of which a page shows a few dozen metrics. Only the columns that are
+asked for are decoded, the others are skipped by the JSON decoder, and each is kept as two arrays of numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+CHUNK_BYTES = 8 << 20
+NAMES_BYTES = 256 << 10
+"""At either end of a large file, what is searched for the names of metrics."""
+WINDOW_BYTES = 16 << 10
+"""What is read at one place of a large file to find a record."""
+SPARSE = ("eval/", "drift/")
+"""Prefixes of metrics whose records follow no order of steps: they are recorded when they are done."""
+Value = float | bool | str | None
+
+
+class Column(msgspec.Struct):
+    """One metric in the order of the file."""
+
+    steps: array[int]
+    values: array[float]
+
+
+def record_decoder(names: Sequence[str]) -> msgspec.json.Decoder[Any]:
+    """Return a decoder of lines to structs with a `step` and a field `f0`, `f1`, ... for each name."""
+    fields: list[Any] = [("step", int), *((f"f{index}", Value, None) for index in range(len(names)))]
+    rename = {f"f{index}": name for index, name in enumerate(names)}
+    return msgspec.json.Decoder(msgspec.defstruct("Record", fields, rename=rename))
+
+
+def decode_lines(decoder: msgspec.json.Decoder[Any], content: bytes) -> Iterator[Any]:
+    """Yield the records of whole lines; a line that a full disk has cut is left out."""
+    try:
+        yield from decoder.decode_lines(content)
+    except msgspec.MsgspecError:
+        for line in content.split(b"\n"):
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError:
+                continue
+
+
+class MetricsTable:
+    """The columns of one `metrics.jsonl` that were asked for so far. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._columns: dict[str, Column] = {}
+        self._offset = 0
+        """End of the lines that the columns contain."""
+        self._names: dict[str, None] = {}
+        self._named = 0
+        """Size of the file when its names were read."""
+
+    def names(self) -> list[str]:
+        """Return the names of all metrics; of a large file, those near its ends."""
+        with self._lock:
+            size = self.path.stat().st_size if self.path.is_file() else 0
+            if size != self._named:
+                starts = [0] if size <= 2 * NAMES_BYTES else [0, size - NAMES_BYTES]
+                decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+                for start in starts:
+                    for record in decode_lines(decoder, read_lines(self.path, start, 2 * NAMES_BYTES)):
+                        self._names.update(dict.fromkeys(record))
+                self._named = size
+            return sorted(self._names.keys() - {"step", "time", "process"})
+
+    def points(self, names: Iterable[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return steps and values of each metric by step; of steps that a resume repeated, the last value counts."""
+        names = list(names)
+        with self._lock:
+            self._update(names)
+            return {name: in_order(name, self._columns[name]) for name in names}
+
+    def _update(self, names: list[str]) -> None:
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size < self._offset:  # a resume from an earlier checkpoint has replaced the file
+            self._columns, self._offset = {}, 0
+        missing = [name for name in dict.fromkeys(names) if name not in self._columns]
+        for name in missing:
+            self._columns[name] = Column(array("q"), array("d"))
+        if self._offset:
+            self._append(missing, 0, self._offset)
+        self._offset = self._append(list(self._columns), self._offset, size)
+
+    def _append(self, names: list[str], start: int, end: int) -> int:
+        """Append the records between two places of the file to columns; return the end of the last whole line."""
+        if not names or start >= end:
+            return start
+        decoder = record_decoder(names)
+        fields = [(f"f{index}", self._columns[name]) for index, name in enumerate(names)]
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            rest = b""
+            while start < end and (content := file.read(min(CHUNK_BYTES, end - start))):
+                start += len(content)
+                whole, newline, rest = (rest + content).rpartition(b"\n")
+                for record in decode_lines(decoder, whole + newline):
+                    for field, column in fields:
+                        value = getattr(record, field)
+                        if value is not None and not isinstance(value, str):
+                            column.steps.append(record.step)
+                            column.values.append(value)
+        return start - len(rest)
+
+
+def in_order(name: str, column: Column) -> tuple[np.ndarray, np.ndarray]:
+    """Return a column by step, without values that were replaced: a run that goes back repeats steps."""
+    steps, values = np.array(column.steps, np.int64), np.array(column.values, np.float64)
+    if len(steps) == 0 or np.all(np.diff(steps) > 0):
+        return steps, values
+    if name.startswith(SPARSE):
+        last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
+        return steps[last], values[last]
+    later = np.concatenate([np.minimum.accumulate(steps[::-1])[::-1][1:], [np.iinfo(np.int64).max]])
+    return steps[steps < later], values[steps < later]
+
+
+def read_lines(path: Path, start: int, limit: int) -> bytes:
+    """Return the whole lines among `limit` bytes from a place of the file on."""
+    with open(path, "rb") as file:
+        file.seek(max(0, start - 1))
+        content = file.read(limit)
+    if start:
+        content = content.partition(b"\n")[2]
+    return content[: content.rfind(b"\n") + 1]
+
+
+def sample_records(path: Path, names: Sequence[str], count: int) -> list[Any]:
+    """Return about `count` records that have any of the metrics, evenly over the file, and the first and the last."""
+    size = path.stat().st_size
+    decoder = record_decoder(names)
+
+    def matching(content: bytes) -> list[Any]:
+        records = decode_lines(decoder, content)
+        return [r for r in records if any(getattr(r, f"f{n}") is not None for n in range(len(names)))]
+
+    if size <= count * WINDOW_BYTES:
+        return matching(read_lines(path, 0, size))
+    places = [size * index // count for index in range(count - 1)]
+    found = [matching(read_lines(path, place, WINDOW_BYTES))[:1] for place in places]
+    found.append(matching(read_lines(path, size - 4 * WINDOW_BYTES, 4 * WINDOW_BYTES))[-1:])
+    return [record for records in found for record in records]
+
+
+def downsample(steps: np.ndarray, values: np.ndarray, buckets: int) -> dict[str, Any]:
+    """Return a series for a chart: as it is, or the mean, minimum and maximum of each of `buckets` ranges of steps."""
+    if len(steps) <= buckets:
+        return {"step": steps.tolist(), "mean": numbers(values)}
+    edges = np.linspace(steps[0], steps[-1] + 1, buckets + 1)
+    starts = np.unique(np.searchsorted(steps, edges[:-1]))
+    starts = starts[starts < len(steps)]
+    counts = np.diff([*starts, len(steps)])
+    return {
+        "step": steps[starts].tolist(),
+        "mean": numbers(np.add.reduceat(values, starts) / counts),
+        "min": numbers(np.minimum.reduceat(values, starts)),
+        "max": numbers(np.maximum.reduceat(values, starts)),
+    }
+
+
+def numbers(values: np.ndarray) -> list[float | None]:
+    """Return values for JSON: null for what is not finite."""
+    return [value if np.isfinite(value) else None for value in values.tolist()]
