@@ -9,7 +9,7 @@ import numpy as np
 from headrace.algorithms.base import Algorithm, Host, Survivor
 from headrace.algorithms.opsd import Opsd, OpsdConfig
 from headrace.algorithms.rlcsd import Rlcsd, RlcsdConfig
-from headrace.inference.client.reference import ReferenceFailed
+from headrace.inference.client.reference import Generated, ReferenceFailed
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Rollout, Task, Turn
 from tests.text.families import load
@@ -60,6 +60,17 @@ class Teacher:
             self.under_way -= 1
         return np.asarray(self._score(token_ids, temperature))
 
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generated:
+        await self.score(token_ids, temperature)
+        return Generated([7] * max_tokens, "length")
+
     async def work(self, token_ids: Sequence[int]) -> None:
         await asyncio.sleep(0)
         if self._fails(token_ids):
@@ -76,8 +87,7 @@ def host_of(policy: Teacher, seed: int = 0) -> Host:
 async def set_up(algorithm: Any, policy: Teacher | None = None, seed: int = 0) -> Any:
     """The algorithm, ready for its hooks."""
     assert isinstance(algorithm, Algorithm)
-    algorithm.host = host_of(policy or Teacher(), seed)
-    await algorithm.setup()
+    await algorithm.start(host_of(policy or Teacher(), seed))
     return algorithm
 
 

@@ -5,6 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.algorithms.base import MakeContext
@@ -15,14 +16,16 @@ from headrace.config.orchestrator import OrchestratorConfig
 from headrace.runfile.reading import load, validate
 from headrace.runfile.reference import with_algorithms_table
 from headrace.runfile.run import RunConfig
-from headrace.tools.check_algorithm.fixtures import SEQ_LEN, FakeModel
+from headrace.tools.check_algorithm.fixtures import SEQ_LEN, FakeModel, algorithm_config
+from headrace.tools.check_algorithm.invariants import check_algorithm
 from tests.algorithms.groups import advantages, make_group
+from tests.algorithms.teachers import Teacher, rollout_of, set_up, survivors
 from tests.algorithms.test_rae import group_of
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = (REPOSITORY / "docs" / "reference/algorithms.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
-RLOO, STANDARD = [text for language, text in BLOCKS if language == "python"]
+RLOO, TAUGHT, STANDARD = [text for language, text in BLOCKS if language == "python"]
 SECTIONS = [text for language, text in BLOCKS if language == "toml"]
 PLAIN = [text for language, text in BLOCKS if not language]
 (CAPTURE,) = [text for text in PLAIN if text.startswith("$")]
@@ -77,6 +80,21 @@ def test_the_capture_is_what_the_command_prints(
     with pytest.warns(RuntimeWarning, match="invalid value"):
         assert main(command.removeprefix("$ headrace ").split()) == 1
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+
+
+async def test_the_example_with_a_teacher_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "taught.py").write_text(TAUGHT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "taught", raising=False)
+    [section] = [tomllib.loads(text)["orchestrator"]["algo"] for text in SECTIONS if "taught:" in text]
+    report = await check_algorithm(algorithm_config(section, "docs"))
+    kinds = {check.check: check.verdict.kind for check in report.checks}
+    assert (report.passed, kinds["failing model"]) == (True, "holds")
+    teacher = Teacher(lambda token_ids, temperature: np.arange(len(token_ids)) * -0.75)
+    algorithm = await set_up(algorithm_config(section, "docs").make(MakeContext(SEQ_LEN, lambda _: teacher)))
+    [survivor] = survivors([rollout_of([5, 6])])  # the policy's logprobs are -1
+    await algorithm.score_batch([survivor])
+    assert survivor.samples[0].streams["advantages"].tolist() == [0, 0.25, -0.5]
 
 
 @pytest.mark.parametrize("text", SECTIONS, ids=lambda text: text.splitlines()[1])

@@ -62,8 +62,7 @@ async def episodes(client: EngineClient, task: Task, seed: int | None = None) ->
 async def ready(algorithm: Any, client: EngineClient, model: Path) -> Any:
     tokenizer = Tokenizer(model)
     renderer = make_renderer(model, tokenizer, "default")
-    algorithm.host = Host("env", PolicyReference(client), renderer, tokenizer, LONGEST)
-    await algorithm.setup()
+    await algorithm.start(Host("env", PolicyReference(client), renderer, tokenizer, LONGEST))
     return algorithm
 
 

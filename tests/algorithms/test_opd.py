@@ -62,7 +62,7 @@ async def test_its_teacher_is_asked_first_whether_it_can_and_closed_in_the_end()
     algorithm = await set_up(Opd(teacher), policy)
     assert teacher.checked == (MODEL.tokenizer, SEQ_LEN, 1.0)
     assert policy.checked is None
-    await algorithm.close()
+    await algorithm.stop()
     assert (teacher.closed, policy.closed) == (True, False)
 
 

@@ -129,7 +129,7 @@ async def test_a_frozen_teacher_is_asked_instead_of_the_policy_and_closed():
     algorithm = await set_up(opsd_of(teacher), policy)
     await algorithm.score_batch(survivors([rollout_of([1])], task_of(demonstration="so")))
     assert (len(teacher.asked), len(policy.asked)) == (1, 0)
-    await algorithm.close()
+    await algorithm.stop()
     assert (teacher.closed, policy.closed) == (True, False)
 
 
@@ -137,7 +137,7 @@ async def test_the_policy_is_not_closed_with_the_algorithm():
     policy = Teacher()
     algorithm = await set_up(opsd_of(), policy)
     assert policy.checked is not None
-    await algorithm.close()
+    await algorithm.stop()
     assert not policy.closed
 
 

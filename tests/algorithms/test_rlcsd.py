@@ -380,11 +380,11 @@ async def test_a_frozen_teacher_is_asked_and_closed_and_the_policy_is_neither():
     policy, teacher = Teacher(), Teacher()
     algorithm = await set_up(rlcsd_of(teacher), policy)
     await processed(algorithm, group_of([RIGHT, WRONG, RIGHT, WRONG]))
-    await algorithm.close()
+    await algorithm.stop()
     assert teacher.closed and teacher.asked and teacher.checked
     assert not (policy.closed or policy.asked or policy.checked)
     alone = await set_up(rlcsd_of(), policy)
-    await alone.close()
+    await alone.stop()
     assert policy.checked and not policy.closed
 
 

@@ -165,9 +165,9 @@ async def test_an_error_that_is_no_failure_of_the_model_comes_through_and_leaves
 async def test_the_teacher_or_else_the_policy_is_asked_whether_it_can_score():
     policy, teacher = Teacher(), Teacher()
     for algorithm in (opsd_of(), opsd_of(teacher)):
-        algorithm.host = host_of(policy)
-        algorithm.host.temperature = 0.7
-        await algorithm.setup()
+        host = host_of(policy)
+        host.temperature = 0.7
+        await algorithm.start(host)
     assert policy.checked == teacher.checked == (MODEL.tokenizer, SEQ_LEN, 0.7)
 
 

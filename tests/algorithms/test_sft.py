@@ -23,5 +23,5 @@ async def test_what_the_teacher_sampled_is_trained_by_ce_alone_with_weight_one()
         assert not view.drop_reason
 
 
-def test_it_calls_its_model_the_teacher():
-    assert (Sft.action_loss_type, Sft.model_role) == ("ce", "teacher")
+def test_it_trains_with_ce_and_its_teacher_plays_instead_of_scoring():
+    assert (Sft.action_loss_type, Sft.model_role) == ("ce", "")

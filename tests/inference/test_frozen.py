@@ -19,6 +19,7 @@ from headrace.inference.client import served_model
 from headrace.inference.client.reference import FrozenModel, Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.schema import SamplingParams
 from headrace.orchestrator.sampler import FrozenSampler
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
@@ -155,11 +156,32 @@ async def test_the_server_that_ships_scores_as_its_engine_does_token_by_token(mo
             scores = await frozen.score(ids, temperature)
             assert scores.tolist() == (await engines.score(ids, temperature)).logprobs
         assert (await frozen.score([5], 1.0)).tolist() == [0.0]
+        first = await frozen.generate(ids, 6, 0.7, seed=1)
+        same = SamplingParams(max_tokens=6, temperature=0.7, seed=1)
+        assert first.token_ids == (await engines.generate(ids, same)).token_ids
+        stopped = await frozen.generate(ids, 6, 0.7, seed=1, stop_token_ids=first.token_ids[:1])
+        assert (stopped.token_ids, stopped.finish_reason) == (first.token_ids[:1], "stop")
+        with pytest.raises(ReferenceFailed, match=r"token_ids.*264"):
+            await frozen.generate([5, 264], 6)
         with pytest.raises(ReferenceFailed, match=r"token_ids.*264"):
             await frozen.score([5, 264], 1.0)
         with refused(key="seq_len", value=64):
             await frozen.check(Tokenizer(model_directory), 64)
         await frozen.close()
+
+
+async def test_text_of_a_server_without_token_ids_is_encoded(tokenizer: Tokenizer):
+    async with Teacher(ECHO) as teacher:
+        model = teacher.model()
+        await model.check(tokenizer, 100)
+        assert (await model.generate(IDS, 6, seed=3)).token_ids == tokenizer.encode("x")
+        path, body = teacher.asked[-1]
+        assert path == "/v1/completions"
+        assert body == {"model": "teacher", "prompt": IDS, "max_tokens": 6, "temperature": 1.0, "seed": 3}
+        teacher.answer = lambda request, body: web.json_response({"choices": []})
+        with pytest.raises(ReferenceFailed, match="has no choices"):
+            await model.generate(IDS, 6)
+        await model.close()
 
 
 async def test_the_server_that_ships_plays_as_a_teacher(model: Any, model_directory: Path):

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.config.algorithms import Invariant
 from headrace.config.model import FrozenModelConfig, ModelReference
-from headrace.inference.client.reference import Reference
+from headrace.inference.client.reference import LimitedReference, Reference
 from headrace.rollout.types import Rollout, Sample, Task
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Algorithm:
     action_loss_type: ClassVar[Literal["rl", "ce", "ref_kl"]] = "rl"
     """The loss component that trains the sampled tokens."""
     model_role: ClassVar[str] = ""
-    """The role of another model that it needs, for example `teacher`; empty: it needs none."""
+    """The role of the model in `teacher`, for example `teacher` or `judge`; empty: it has none."""
     promises: ClassVar[tuple[Invariant, ...]] = ()
     """Invariants that `headrace check-algorithm` tests, beside those of all."""
     modulates: ClassVar[tuple[Invariant, ...]] = ()
@@ -185,12 +185,33 @@ class Algorithm:
 
     host: Host
     """Set before `setup` is called."""
+    teacher: Reference
+    """Of an algorithm with a `model_role`: the frozen model that the run file names, or else the policy. Before `setup`
+    is called it is checked, and limited to `max_concurrent` requests at once."""
+    teacher_max_len: int | None = None
+    """Its `max_model_len`, if known."""
+    max_concurrent: int = 32
 
     @property
     def tally(self) -> Tally:
         """Metrics logged with the next batch, as `algo/ENV/NAME`."""
         tally: Tally = self.__dict__.setdefault("_tally", Tally())
         return tally
+
+    async def start(self, host: Host) -> None:
+        """Check its teacher, and set it up. Raises `BadInput`."""
+        self.host = host
+        self._frozen: Reference | None = getattr(self, "teacher", None)
+        if self.model_role:
+            self.teacher = LimitedReference(self._frozen or host.policy, self.max_concurrent)
+            self.teacher_max_len = await self.teacher.check(host.tokenizer, host.seq_len, host.temperature)
+        await self.setup()
+
+    async def stop(self) -> None:
+        """Close it and its teacher, after `start` succeeded; the host closes the policy."""
+        await self.close()
+        if self._frozen is not None:
+            await self._frozen.close()
 
     async def setup(self) -> None:
         """Connect to other models before anything is sampled; raise `BadInput` for settings that cannot work."""

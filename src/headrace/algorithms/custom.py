@@ -19,6 +19,7 @@ from pydantic import Field
 from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
 from headrace.algorithms.user_function import load_class, load_function, name_of, numbers
 from headrace.config.algorithms import ALGORITHMS, INVARIANTS, AlgorithmConfig, Promises
+from headrace.config.model import ModelReference
 from headrace.errors import BadInput
 
 
@@ -53,12 +54,38 @@ class ImportedAlgoConfig(AlgorithmConfig):
     """`package.module:Class`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """What it is constructed with."""
+    teacher: ModelReference | None = None
+    """The model of a class that declares a `model_role`: `policy`, or a frozen model."""
+    max_concurrent: int = Field(32, ge=1)
+    """Requests to the teacher at once."""
 
     def make(self, context: MakeContext) -> Algorithm:
-        return self._load()(**self.kwargs)
+        self.check_imports()
+        algorithm = _load(self)(**self.kwargs)
+        algorithm.max_concurrent = self.max_concurrent
+        if (frozen := context.reference(self.teacher)) is not None:
+            algorithm.teacher = frozen
+        return algorithm
 
     def check_imports(self) -> None:
-        self._load()
+        role = self.model_role
+        if role and self.teacher is None:
+            raise BadInput(
+                f"the class needs a model as its {role}",
+                key="teacher",
+                fix='Set teacher = "policy", or teacher.name, and teacher.base_url to where it is served.',
+            )
+        if self.teacher is not None and not role:
+            raise BadInput(
+                "the class declares no model_role, so that it has no teacher",
+                key="teacher",
+                fix='Leave teacher out, or declare model_role = "teacher" in the class.',
+            )
+
+    @property
+    def model_role(self) -> str:
+        """The role that the class declares for its teacher; empty: it has none."""
+        return _load(self).model_role
 
     def promises(self, algorithm: Algorithm) -> Promises:
         """Return what the user's class declares in `promises`."""
@@ -67,8 +94,9 @@ class ImportedAlgoConfig(AlgorithmConfig):
             raise BadInput("unknown promise", key=key, value=unknown[0], fix=fix)
         return Promises(frozenset({*algorithm.promises, *algorithm.modulates}))
 
-    def _load(self) -> Callable[..., Algorithm]:
-        return load_class(self.type, Algorithm, (), self.kwargs, "algorithm")
+
+def _load(config: ImportedAlgoConfig) -> type[Algorithm]:
+    return load_class(config.type, Algorithm, (), config.kwargs, "algorithm")
 
 
 class Custom(Algorithm):

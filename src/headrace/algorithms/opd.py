@@ -8,51 +8,25 @@ used. A rollout that the teacher did not score is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
-
 from headrace.algorithms.base import MakeContext, Survivor
-from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
+from headrace.algorithms.teacher import DistillationConfig, FrozenTeacherConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS
-from headrace.config.model import ModelReference
-from headrace.errors import InvalidValue
 
 
 @ALGORITHMS.register
-class OpdConfig(DistillationConfig):
+class OpdConfig(FrozenTeacherConfig, DistillationConfig):
     """On-policy distillation: towards a frozen teacher on the policy's own samples."""
 
     LOSS = "ref_kl"
     CREDIT = "none: towards a frozen teacher, on the policy's own tokens"
-    NEEDS_TEACHER = True
 
     type: Literal["opd"] = "opd"
-    teacher: ModelReference | None = None
-    """The model that is learned from."""
-    max_concurrent: int = Field(32, ge=1)
-    """Requests to the teacher at once."""
 
     def make(self, context: MakeContext) -> Opd:
         return Opd(context.reference(self.teacher), self.max_concurrent)
-
-    def problems(self) -> Iterator[InvalidValue]:
-        yield from super().problems()
-        if self.teacher is None:
-            yield InvalidValue(
-                "opd needs a teacher, which is not set",
-                key="teacher",
-                fix="Set teacher.name, and teacher.base_url to where it is served.",
-            )
-        if self.teacher == "policy":
-            yield InvalidValue(
-                "the KL of the policy to itself is zero",
-                key="teacher",
-                value="policy",
-                fix='Set teacher.name and teacher.base_url of another model, or type = "opsd", where the policy learns '
-                "from a demonstration.",
-            )
 
 
 class Opd(TaughtAlgorithm):

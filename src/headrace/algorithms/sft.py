@@ -59,4 +59,3 @@ class SftAlgoConfig(DistillationConfig):
 
 class Sft(Algorithm):
     action_loss_type = "ce"
-    model_role = "teacher"

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, Survivor
 from headrace.config.algorithms import AlgorithmConfig, Promises, hinted_length
+from headrace.config.model import ModelReference
+from headrace.errors import InvalidValue
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.types import Sample
 
@@ -36,27 +39,22 @@ class TaughtAlgorithm(Algorithm):
 
     model_role = "teacher"
 
-    def __init__(self, teacher: Reference | None, max_concurrent: int = 32, unscored: str = "") -> None:
-        self._teacher = teacher
-        self._max_concurrent = max_concurrent
+    def __init__(self, teacher: Reference | None = None, max_concurrent: int = 32, unscored: str = "") -> None:
+        if teacher is not None:
+            self.teacher = teacher
+        self.max_concurrent = max_concurrent
         self._unscored = unscored
         self._scorer: Scorer
 
     async def setup(self) -> None:
-        """Raise `BadInput` if the model cannot score samples; warn if it may not take a hint and its sample."""
-        host = self.host
-        reference = host.policy if self._teacher is None else self._teacher
-        capacity = await reference.check(host.tokenizer, host.seq_len, host.temperature)
+        """Warn if the teacher may not take a hint and its sample."""
+        host, capacity = self.host, self.teacher_max_len
         longest = hinted_length(host.seq_len) if self._unscored else 0
         if capacity is not None and capacity < longest:
             words = "%s: %s takes at most %d tokens, and a hint with its sample may have %d: rollouts with longer ones "
             words += "are %s; serve it with max_model_len = %d, unless hints are that much shorter"
-            log.warning(words, host.env, reference.name, capacity, longest, self._unscored, longest)
-        self._scorer = Scorer(reference, self._max_concurrent)
-
-    async def close(self) -> None:
-        if self._teacher is not None:  # the host closes the policy
-            await self._teacher.close()
+            log.warning(words, host.env, self.teacher.name, capacity, longest, self._unscored, longest)
+        self._scorer = Scorer(self.teacher, self.max_concurrent)
 
     async def distil(self, batch: Sequence[Survivor], hints: Sequence[list[int]]) -> None:
         """Set `ref_logprobs` on every sample, scored after its rollout's hint; a rollout that lacks any is dropped."""
@@ -128,3 +126,31 @@ class DistillationConfig(AlgorithmConfig):
     def promises(self, algorithm: Algorithm) -> Promises:
         nothing = "it gives no credit"
         return Promises(frozenset({"order"}), {"shift": nothing, "zero_sum": nothing, "signs": nothing})
+
+
+class FrozenTeacherConfig(AlgorithmConfig):
+    """An algorithm that learns from another model, on the policy's own samples."""
+
+    NEEDS_TEACHER = True
+
+    teacher: ModelReference | None = None
+    """The model that is learned from."""
+    max_concurrent: int = Field(32, ge=1)
+    """Requests to the teacher at once."""
+
+    def problems(self) -> Iterator[InvalidValue]:
+        yield from super().problems()
+        if self.teacher is None:
+            yield InvalidValue(
+                f"{self.type} needs a teacher, which is not set",
+                key="teacher",
+                fix="Set teacher.name, and teacher.base_url to where it is served.",
+            )
+        if self.teacher == "policy":
+            yield InvalidValue(
+                "the KL of the policy to itself is zero",
+                key="teacher",
+                value="policy",
+                fix='Set teacher.name and teacher.base_url of another model, or type = "opsd", where the policy learns '
+                "from a demonstration.",
+            )

@@ -29,9 +29,7 @@ def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Cal
     return partial(function, **kwargs)
 
 
-def load_class(
-    import_path: str, base: type[T], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str
-) -> Callable[..., T]:
+def load_class(import_path: str, base: type[T], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> type[T]:
     """Return a user's subclass of `base` that takes these arguments; it is not constructed. `what` is for errors."""
     kind = imports.load(import_path, what)
     if not (isinstance(kind, type) and issubclass(kind, base)):

@@ -19,9 +19,9 @@ from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
-from headrace.inference.client.reference import FrozenModel, Reference, ReferenceFailed
+from headrace.inference.client.reference import FrozenModel, Generated, Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel, sampling_keys
-from headrace.inference.schema import Health
+from headrace.inference.schema import Health, SamplingParams
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import AlgorithmState
@@ -62,6 +62,23 @@ class PolicyReference:
             raise ReferenceFailed(f"the policy did not score a sequence of {len(token_ids)} tokens: {error}") from error
         return np.array(scores.logprobs)
 
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generated:
+        sampling = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, seed=seed, stop_token_ids=list(stop_token_ids)
+        )
+        try:
+            completion = await self._client.generate(list(token_ids), sampling, urgent=True)
+        except EngineCallError as error:
+            raise ReferenceFailed(f"the policy did not continue {len(token_ids)} tokens: {error}") from error
+        return Generated(completion.token_ids, completion.finish_reason)
+
     async def close(self) -> None:
         """Do nothing: the orchestrator closes the client."""
 
@@ -84,9 +101,9 @@ async def set_up_algorithms(
         algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
         check_algorithm(env.name, algo, algorithm, renderer)
         temperature = config.train_temperature(env)
-        algorithm.host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)
-        await algorithm.setup()
-        stack.push_async_callback(algorithm.close)
+        host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)
+        await algorithm.start(host)
+        stack.push_async_callback(algorithm.stop)
         if env.name in states:
             _load_state(env.name, algorithm, states[env.name])
         algorithms[env.name] = algorithm

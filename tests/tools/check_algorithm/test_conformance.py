@@ -30,6 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"type": "max_rl"},
     {"type": "reward"},
     {"type": "echo", "roles": {"user": {"alpha": 1.0}, "tool": {"alpha": 0.01}}, "normalize": "std"},
+    {"type": "grpo_distill", "rl_weight": 2.0, "ref_kl_weight": 0.5, "length_penalty": {"type": "linear"}},
     {"type": "opd"},
     {"type": "opsd", "demo_key": "worked"},
     {"type": "sft"},
@@ -82,7 +83,7 @@ def test_shipped_algorithms_pass_in_many_settings(settings: dict[str, Any]):
     report = check(settings)
     assert report.passed, [row for row in report.checks if row.verdict.kind == "fails"]
     assert [row.check for row in report.checks] == ["worked numbers", *(name for name, _, _ in CHECKS)]
-    sends_requests = settings["type"] in ("opd", "opsd", "rlcsd")
+    sends_requests = settings["type"] in ("grpo_distill", "opd", "opsd", "rlcsd")
     assert verdicts(report)["failing model"] == ("holds" if sends_requests else "does not apply")
 
 

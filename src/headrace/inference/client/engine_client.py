@@ -107,11 +107,19 @@ class EngineClient:
         self._pool.leave(session)
 
     async def generate(
-        self, token_ids: list[int], sampling: SamplingParams, cache_salt: str | None = None, session: str | None = None
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        cache_salt: str | None = None,
+        session: str | None = None,
+        *,
+        urgent: bool = False,
     ) -> Completion:
         """Sample one completion."""
         sampling = msgspec.structs.replace(sampling, logprobs=0)
-        body = GenerateRequest(token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt, flat_logprobs=True)
+        body = GenerateRequest(
+            token_ids=token_ids, sampling_params=sampling, cache_salt=cache_salt, flat_logprobs=True, urgent=urgent
+        )
         return await self._call_one("/inference/v1/generate", body, read_completion, session)
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:

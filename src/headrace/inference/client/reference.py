@@ -1,4 +1,4 @@
-"""Models that score sequences: the `Reference` interface, and a frozen served model, such as a teacher.
+"""Models that score and continue sequences: the `Reference` interface, and a frozen served model, such as a teacher.
 
 Requests contain the policy's token ids, so a served model must have the policy's vocabulary; `check` verifies that
 before a run begins. What a server does not report cannot be checked, and is logged. Servers offer prompt logprobs
@@ -7,6 +7,7 @@ through several routes; the first one that works is used.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,11 +48,19 @@ MAX_ROUNDING = 1e-3
 
 
 class ReferenceFailed(Failure):
-    """A model could not score a sequence. The message names the model and the reason."""
+    """A model could not score or continue a sequence. The message names the model and the reason."""
+
+
+class Generated(msgspec.Struct):
+    """Tokens that a model sampled."""
+
+    token_ids: list[int]
+    finish_reason: str
+    """`stop` or `length`."""
 
 
 class Reference(Protocol):
-    """A model that scores sequences of the policy's token ids."""
+    """A model that scores and continues sequences of the policy's token ids."""
 
     name: str
     """The model and its address, for messages."""
@@ -67,9 +76,48 @@ class Reference(Protocol):
         """Return the logprob of every token given those before it; 0.0 for the first. Raises `ReferenceFailed`."""
         ...
 
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generated:
+        """Return tokens sampled after these, up to and including a stop token. Raises `ReferenceFailed`.
+
+        A server that returns text alone is the exception: its text, encoded, has no stop token at its end.
+        """
+        ...
+
     async def close(self) -> None:
         """Close the connections; the model's server keeps running."""
         ...
+
+
+class LimitedReference:
+    """A `Reference` with at most `max_concurrent` requests at once; others wait."""
+
+    def __init__(self, reference: Reference, max_concurrent: int) -> None:
+        self._reference = reference
+        self._permits = asyncio.Semaphore(max_concurrent)
+        self.name = reference.name
+        self.check, self.close = reference.check, reference.close
+
+    async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
+        async with self._permits:
+            return await self._reference.score(token_ids, temperature)
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generated:
+        async with self._permits:
+            return await self._reference.generate(token_ids, max_tokens, temperature, seed, stop_token_ids)
 
 
 class _Tokenized(msgspec.Struct):
@@ -86,6 +134,7 @@ class FrozenModel:
     def __init__(self, served: ServedModel) -> None:
         self._served = served
         self.name = served.name
+        self._tokenizer: Tokenizer | None = None
         self._routes: dict[OpenAIClient, ScoreRoute] = {}
         self._ignore_temperature: set[OpenAIClient] = set()
         """Servers that score at temperature 1 regardless of the request, as vLLM does."""
@@ -95,6 +144,7 @@ class FrozenModel:
 
         Returns the smallest `max_model_len` that a server reports.
         """
+        self._tokenizer = tokenizer
         entries = await self._served.check()
         for client, entry in zip(self._served.clients, entries, strict=True):
             unchecked = [*self._check_length(client, entry, seq_len), *await self._check_vocabulary(client, tokenizer)]
@@ -111,8 +161,43 @@ class FrozenModel:
         except OpenAIError as error:
             raise ReferenceFailed(f"{self.name} did not score a sequence of {len(ids)} tokens: {error}") from error
 
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generated:
+        ids = [int(token) for token in token_ids]
+        sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        sampling |= {"stop_token_ids": list(map(int, stop_token_ids))} if stop_token_ids else {}
+        sampling |= {} if seed is None else {"seed": seed}
+        try:
+            return await self._served.call(lambda client: self._generate(client, ids, sampling))
+        except OpenAIError as error:
+            raise ReferenceFailed(f"{self.name} did not continue {len(ids)} tokens: {error}") from error
+
     async def close(self) -> None:
         await self._served.close()
+
+    async def _generate(self, client: OpenAIClient, ids: list[int], sampling: dict[str, Any]) -> Generated:
+        if self._routes.get(client, ScoreRoute.GENERATE) is ScoreRoute.GENERATE:
+            body = {"model": client.model, "token_ids": ids, "sampling_params": sampling}
+            response = await client.request(ScoreRoute.GENERATE.value, _Completed, body, at_root=True)
+        else:
+            response = await client.request(
+                "/completions", _Completed, {"model": client.model, "prompt": ids, **sampling}
+            )
+        if not response.choices:
+            raise OpenAIFailed(f"the response of {client.address} has no choices")
+        choice = response.choices[0]
+        tokens = choice.token_ids
+        if tokens is None and choice.text is not None and self._tokenizer is not None:
+            tokens = self._tokenizer.encode(choice.text)
+        if tokens is None:
+            raise OpenAIFailed(f"{client.address} returned neither token_ids nor text")
+        return Generated(tokens, choice.finish_reason or "stop")
 
     async def _score(self, client: OpenAIClient, ids: list[int], temperature: float) -> np.ndarray:
         if temperature != 1 and client in self._ignore_temperature:
@@ -250,6 +335,9 @@ class _Echoed(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
     prompt_logprobs: list[_Table | None] | None = None
     logprobs: _Echoed | None = None
 

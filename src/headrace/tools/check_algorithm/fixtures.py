@@ -19,10 +19,11 @@ from msgspec.structs import replace
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Host
+from headrace.algorithms.custom import ImportedAlgoConfig
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Tree
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.inference.client.reference import Reference, ReferenceFailed
+from headrace.inference.client.reference import Generated, Reference, ReferenceFailed
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Message, Rollout, Task, Turn
 from headrace.runfile.reading import validate
@@ -70,7 +71,10 @@ def algorithm_config(section: Tree, where: str) -> AlgorithmConfig:
     declared = ALGORITHMS.chosen_section(section)  # validation reports an unknown type
     needs_teacher = declared is not None and declared.NEEDS_TEACHER and not has_model
     tree = {"algo": {**section, "teacher": TEACHER} if needs_teacher else section, "seq_len": SEQ_LEN}
-    return validate(OrchestratorConfig, tree, where)[0].algo
+    algo = validate(OrchestratorConfig, tree, where)[0].algo
+    if isinstance(algo, ImportedAlgoConfig) and algo.teacher is None and algo.model_role:
+        return algorithm_config({**section, "teacher": TEACHER}, where)
+    return algo
 
 
 def context_logprobs(ids: np.ndarray) -> np.ndarray:
@@ -98,6 +102,19 @@ class FakeModel:
         await asyncio.sleep(0)  # yield to other tasks, as a real request does
         return self._logprobs(np.asarray(token_ids, np.int64))
 
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generated:
+        """Return the prompt's last tokens in reverse order."""
+        self.requests += 1
+        await asyncio.sleep(0)
+        return Generated([int(token) for token in token_ids[: -1 - max_tokens : -1]], "length")
+
     async def close(self) -> None:
         """There is nothing to close."""
 
@@ -117,6 +134,13 @@ class FailingModel(FakeModel):
         if fails:
             raise ReferenceFailed(f"{self.name} got a sequence of {len(token_ids)} tokens")
         return scores
+
+    async def generate(self, token_ids: Sequence[int], *args: Any, **options: Any) -> Generated:
+        fails = (self.requests + 1) % self._period == 0
+        generated = await super().generate(token_ids, *args, **options)
+        if fails:
+            raise ReferenceFailed(f"{self.name} got a sequence of {len(token_ids)} tokens")
+        return generated
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -130,6 +130,16 @@ GOLDEN: dict[str, tuple[Golden, ...]] = {
         Golden(_group([1, 0], 2), [[0, 1, 1]] * 2, stream="ref_kl_weights"),
         Golden(_group([1, 0], 2), [[0, 0, 0]] * 2, stream="rl_weights"),
     ),
+    "grpo_distill": (
+        *_GROUP_CREDIT,
+        Golden(_group([1, 0], 2), [[-3, -2, -1]] * 2, stream="ref_logprobs", model=_distance_from_end),
+        Golden(_group([1, 0], 2), [[0, 0.5, 0.5]] * 2, {"ref_kl_weight": 0.5}, stream="ref_kl_weights"),
+        Golden(_group([1, 0], 2), [None, None], stream="rl_weights"),
+        Golden(_group([1, 0], 2), [[0, 2, 2]] * 2, {"rl_weight": 2.0}, stream="rl_weights"),
+        # equal rewards: nothing for rl, and the teacher all the same
+        Golden(_group([1, 1], 2), [[0, 0, 0]] * 2, stream="rl_weights"),
+        Golden(_group([1, 1], 2), [[0, 1, 1]] * 2, stream="ref_kl_weights"),
+    ),
     "opsd": (
         Golden(_group([1, 0], 2), [[-3, -2, -1]] * 2, stream="ref_logprobs", model=_distance_from_end),
         Golden(_group([1, 0], 2), [[0, 1, 1]] * 2, stream="ref_kl_weights"),

@@ -105,14 +105,13 @@ class Session:
     @asynccontextmanager
     async def open(cls, factory: AlgorithmFactory, model: Reference, host: Host) -> AsyncIterator[Session]:
         session = cls(await construct(factory, model), factory.folders)
-        session.algorithm.host = host
         async with session._hook("setup"):
-            await session.algorithm.setup()
+            await session.algorithm.start(host)
         try:
             yield session
         finally:
             async with session._hook("close"):
-                await session.algorithm.close()
+                await session.algorithm.stop()
 
     async def credit(self, case: Case) -> CaseResult:
         """Call `score_rollout` for each rollout, then `score_group`."""

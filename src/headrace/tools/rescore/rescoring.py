@@ -27,6 +27,7 @@ from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
+from headrace.inference.client.reference import Generated
 from headrace.orchestrator.audit import states_before
 from headrace.orchestrator.crediting import frozen_model
 from headrace.rollout.merge import observed_roles
@@ -69,6 +70,9 @@ class MissingPolicy:
         self._refuse()
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
+        self._refuse()
+
+    async def generate(self, *args: Any, **options: Any) -> Generated:
         self._refuse()
 
     async def close(self) -> None:
@@ -189,9 +193,8 @@ async def _open(
     assert config.seq_len is not None
     algo = config.algo_of(entry)
     algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
-    algorithm.host = cast(Host, _Host(config, entry))
-    await algorithm.setup()
-    stack.push_async_callback(algorithm.close)
+    await algorithm.start(cast(Host, _Host(config, entry)))
+    stack.push_async_callback(algorithm.stop)
     states: Mapping[int, Any] = {}
     if algorithm.replayable and journal is not None:
         states = await states_before(journal, entry.name, algorithm)
