@@ -16,6 +16,7 @@ from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks, leave
+from headrace.trainer.reference import ReferenceWeights
 from headrace.trainer.rl import losses
 from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import write_token_table
@@ -43,7 +44,10 @@ def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any
         model = PackedModel(model_directory, ranks, lora=lora, lm_head_chunk=16)
         optimizer = Keeping(model.named_parameters())
         kinds = {**losses(TrainerConfig()), "ce": ce_loss}
-        step = TrainStep(model, optimizer, kinds, micro_batch_tokens=48)
+        reference = ReferenceWeights(model)
+        for tensor in reference.tensors.values():
+            tensor.mul_(1.1)
+        step = TrainStep(model, optimizer, kinds, micro_batch_tokens=48, reference=reference)
         batch = read_batch(path)
         samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
         bins = pack(samples, 32)

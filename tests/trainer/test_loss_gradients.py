@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.trainer.loss import LossOutputs, PackedInputs, ce_loss, ref_kl_loss
+from headrace.trainer.loss import LossOutputs, PackedInputs, ce_loss, k2_loss, k3_loss, ref_kl_loss
 from headrace.trainer.losses import policy_loss
 from tests.trainer.losses import (
     cispo_loss,
@@ -77,6 +77,14 @@ def ref_kl_token(x: Token, _: list[Token]) -> Tensor:
     return -(x.d >= -0.1) * (x.ref - x.t.item()) * x.rho + 0.02 * (x.t - x.i) ** 2
 
 
+def k2_token(x: Token, _: list[Token]) -> Tensor:
+    return (x.t - x.ref) ** 2 / 2
+
+
+def k3_token(x: Token, _: list[Token]) -> Tensor:
+    return torch.exp(x.ref - x.t) - (x.ref - x.t) - 1
+
+
 CASES: dict[str, tuple[Callable[[PackedInputs], LossOutputs], Callable[[Token, list[Token]], Tensor]]] = {
     "default": (partial(default_loss, dppo_mask_low=0.1, adv_tau=0.7, kl_tau=0.01), default_token),
     "ipo": (partial(ipo_loss, ipo_threshold=0.15, adv_tau=2.0, kl_tau=0.01), ipo_token),
@@ -87,6 +95,8 @@ CASES: dict[str, tuple[Callable[[PackedInputs], LossOutputs], Callable[[Token, l
     "reinforce": (reinforce_loss, reinforce_token),
     "ce": (ce_loss, ce_token),
     "ref_kl": (partial(ref_kl_loss, mask_low=0.1, kl_tau=0.02), ref_kl_token),
+    "k2": (k2_loss, k2_token),
+    "k3": (k3_loss, k3_token),
     "custom": (
         policy_loss("custom", import_path="tests.trainer.custom_losses:cispo", kwargs={"limit": 1.5}),
         cispo_token,
@@ -132,6 +142,21 @@ def test_value_and_gradient_equal_the_formula_of_each_token(name: str, weights: 
         expected, outputs = written_out(batch, formula), loss(batch)
         torch.testing.assert_close(outputs.loss, expected)
         torch.testing.assert_close(gradient(outputs.loss, batch), gradient(expected, batch))
+
+
+@pytest.mark.parametrize("loss", [k2_loss, k3_loss])
+def test_the_gradient_of_a_penalty_is_its_finite_difference(loss: Callable[[PackedInputs], LossOutputs]):
+    batch = random_batch(5)
+    assert torch.autograd.gradcheck(lambda t: loss(replace(batch, trainer_logprobs=t)).loss, batch.trainer_logprobs)
+
+
+@pytest.mark.parametrize("loss", [k2_loss, k3_loss])
+def test_a_token_without_a_reference_does_not_reach_the_gradient_of_the_others(
+    loss: Callable[[PackedInputs], LossOutputs],
+):
+    batch = random_batch(6)
+    lacking = replace(batch, ref_logprobs=batch.ref_logprobs.where(batch.loss_mask, torch.nan))
+    assert torch.equal(gradient(loss(lacking).loss, batch), gradient(loss(batch).loss, batch))
 
 
 @pytest.mark.parametrize("name", CASES)

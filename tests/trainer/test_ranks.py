@@ -33,6 +33,8 @@ def random_samples(count: int) -> list[Sample]:
         streams = {"advantages": rng.normal(size=len(tokens)).tolist()}
         if index % 3 == 1:
             streams["ce_weights"] = (0.1 * (rng.random(len(tokens)) < 0.5)).tolist()
+        if index % 3 == 2:
+            streams["k3_weights"] = [0.5] * len(tokens)
         samples.append(make_sample(tokens, 2, **streams))
     return samples
 
@@ -44,6 +46,10 @@ BATCHES = {
     "a reference that only one of the ranks has": [
         make_sample([1, 2, 3, 4, 5], 2, ref_kl_weights=[0, 0, 1, 1, 1], ref_logprobs=[-0.5] * 5, rl_weights=[0.0] * 5),
         make_sample([7, 8, 9], 1, advantages=[1.0] * 3),
+    ],
+    "a penalty that only one of the ranks has to score": [
+        make_sample([1, 2, 3, 4, 5], 2, advantages=[1.0] * 5, k3_weights=[2.0] * 5),
+        make_sample([7, 8, 9], 1, advantages=[1.0] * 3, k2_weights=[1.0] * 3, kl_logprobs=[-4.0] * 3),
     ],
     "no member of anything": [make_sample([1, 2, 3, 4], 4, rl_weights=[0.0] * 4) for _ in range(3)],
 }

@@ -27,7 +27,7 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import COLUMNS, delete_sampled_exports, write_token_table
-from headrace.trainer.tokens import COMPONENTS, StepTokens
+from headrace.trainer.tokens import COMPONENTS, PENALTIES, StepTokens
 from headrace.transport.digests import DIGESTS
 from headrace.transport.run_dir import RunDir
 from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
@@ -92,6 +92,7 @@ class Formula:
             "ce": sample.streams["ce_weights"] != 0,
             "ref_kl": sample.streams["ref_kl_weights"] != 0,
         }
+        self.members |= {name: self.members["rl"] & (sample.streams[f"{name}_weights"] != 0) for name in PENALTIES}
         for inside in self.members.values():
             inside[0] = False
         self.weights = {name: sample.streams[f"{name}_weights"].astype(np.float64) for name in COMPONENTS}
@@ -101,6 +102,7 @@ class Formula:
         self.rho = np.exp(self.l)
         self.a = sample.streams["advantages"].astype(np.float64)
         self.ref = sample.streams["ref_logprobs"].astype(np.float64)
+        self.gap = sample.streams["kl_logprobs"].astype(np.float64) - self.t
 
     def gradient(self, kind: str, counts: dict[str, int]) -> np.ndarray:
         w, m, keep = self.weights, self.members, 1.0 - self.masked(kind)
@@ -111,7 +113,8 @@ class Formula:
             rl = m["rl"] * w["rl"] * self.slope(kind, keep)
         pull = -(1.0 - self.masked_by_ref_kl()) * (self.ref - self.t) * self.rho + 2 * 0.03 * self.l
         parts = {"rl": rl, "ce": m["ce"] * -w["ce"], "ref_kl": m["ref_kl"] * w["ref_kl"] * pull}
-        return sum(part / max(1, counts[name]) for name, part in parts.items())
+        parts |= {"k2": m["k2"] * w["k2"] * -self.gap, "k3": m["k3"] * w["k3"] * -np.expm1(self.gap)}
+        return sum(part / max(1, counts["rl" if name in PENALTIES else name]) for name, part in parts.items())
 
     def slope(self, kind: str, keep: np.ndarray) -> np.ndarray:
         match kind:
@@ -233,8 +236,8 @@ def test_rows_are_all_tokens_in_order_with_nulls_where_nothing_is_known(director
 
     computed = {"trainer_logprobs", "entropy", "gradient", "share"}
     compared = {"inference_logprobs", "log_ratio", "ratio", "mismatch_kl"}
-    no_streams = {"rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"}
-    masks = {"rl_masked", "ce_masked", "ref_kl_masked"}
+    no_streams = {f"{name}_weights" for name in COMPONENTS} | {"ref_logprobs", "kl_logprobs"}
+    masks = {f"{name}_masked" for name in COMPONENTS}
     assert nulls(rows[1]) == computed | compared | no_streams | masks | {"version"}  # context
     assert nulls(rows[2]) == no_streams | masks - {"rl_masked"}
     assert nulls(rows[6]) == compared | no_streams - {"ce_weights"} | masks | {"version"}  # an observation in ce
@@ -246,7 +249,7 @@ def test_rows_are_all_tokens_in_order_with_nulls_where_nothing_is_known(director
     assert rows[2]["mismatch_kl"] == pytest.approx(np.exp(log_ratio) - log_ratio - 1, rel=1e-6)
     assert rows[6]["gradient"] == -0.5  # -w / N_ce: the only member
     header = read_header(table.schema.metadata, "table")
-    assert (header.step, header.incarnation, header.counts) == (7, 1, {"rl": 2, "ce": 1, "ref_kl": 0})
+    assert (header.step, header.incarnation, header.counts) == (7, 1, {"rl": 2, "ce": 1, "ref_kl": 0, "k2": 0, "k3": 0})
 
 
 def nulls(row: dict[str, Any]) -> set[str]:

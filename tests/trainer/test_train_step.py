@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import Failure
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
-from headrace.trainer.loss import ce_loss, ref_kl_loss
+from headrace.trainer.loss import ce_loss, k2_loss, k3_loss, ref_kl_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import StepResult, TrainStep
@@ -19,7 +19,7 @@ from tests.trainer.losses import default_loss
 from tests.trainer.training_samples import ARCHITECTURES, Gradients, make_sample, random_samples, write_random_model
 
 CPU = torch.device("cpu")
-LOSSES = {"rl": default_loss, "ce": ce_loss, "ref_kl": ref_kl_loss}
+LOSSES = {"rl": default_loss, "ce": ce_loss, "ref_kl": ref_kl_loss, "k2": k2_loss, "k3": k3_loss}
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def random_samples(seed: int, count: int, vocabulary: int = 96) -> list[Sample]:
 
 
 def mixed_samples(seed: int) -> list[Sample]:
-    """Rollouts whose tokens belong to none, one, two or all three components."""
+    """Rollouts whose tokens belong to none, one, several or all components."""
     rng = np.random.default_rng(seed)
     samples = random_samples(seed, 8)
     for sample in samples:
@@ -101,6 +101,7 @@ def mixed_samples(seed: int) -> list[Sample]:
         for component in COMPONENTS:
             weights = rng.normal(1.0, 0.3, len(sample)) * (rng.random(len(sample)) < 0.6)
             sample.set_stream(f"{component}_weights", weights.tolist())
-        sample.set_stream("ref_logprobs", (-4.0 + rng.normal(size=len(sample))).tolist())
+        for reference in ("ref_logprobs", "kl_logprobs"):
+            sample.set_stream(reference, (-4.0 + rng.normal(size=len(sample))).tolist())
     samples[3].set_stream("rl_weights", [0.0] * len(samples[3]))
     return samples

@@ -206,6 +206,13 @@ class RefKlConfig(Config):
     """Weight of the squared log-ratio to the sampling policy."""
 
 
+class ReferenceConfig(Config):
+    """A second copy of the trained parameters, which scores the tokens of a KL penalty."""
+
+    every: int | None = Field(None, ge=1)
+    """Take over the current parameters after each step that this divides; unset: the run's start is kept."""
+
+
 class CheckpointConfig(Config):
     interval: int = Field(50, ge=1)
     """Steps between checkpoints; the last step always has one. A checkpoint is postponed while updates are skipped."""
@@ -278,14 +285,20 @@ class TrainingConfig(Config):
         """Whether engines on the trainer's GPU read new weights from its memory."""
         return False
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the trainer has a second copy of the trained parameters."""
+        return False
+
     def bytes_per_parameter(self, *, while_training: bool, adapter_share: float | None = None) -> float:
         """Return the bytes per parameter on one device, between steps or during one, without activations.
 
-        They are for parameters, the optimizer's state, a copy of the published weights, and gradients.
+        They are for parameters, a reference's, the optimizer's state, a copy of the published weights, and gradients.
         `adapter_share`: parameters of the adapter per parameter of the model; None if that is unknown.
         """
         computes = 4 if self.model.dtype == "float32" else 2
         trained = 4 + (0 if self.optim.offload_state else self.optim.state_bytes) + (4 if while_training else 0)
+        trained += 4 if self.keeps_reference else 0
         if self.lora is None:
             return trained + (computes if self.publishes_from_gpu else 0)
         return computes + (0.5 if adapter_share is None else adapter_share * trained)
@@ -339,6 +352,8 @@ class TrainerConfig(TrainingConfig):
     loss: LossConfig = Field(default_factory=LOSSES.make_default)
     """The loss of tokens with advantages."""
     ref_kl: RefKlConfig = Field(default_factory=RefKlConfig)
+    reference: ReferenceConfig | None = None
+    """Filled by algorithms with a `kl` whose reference is the run's own past."""
     keep_weights: int = Field(2, ge=1)
     """Published versions that are kept on disk besides those that an engine may still load."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
@@ -349,3 +364,7 @@ class TrainerConfig(TrainingConfig):
     @property
     def publishes_from_gpu(self) -> bool:
         return self.weights.transport != "files"
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.reference is not None

@@ -293,6 +293,7 @@ class _Planner:
         return [
             Part("parameters", (base + 4 * self.trained) // self.ranks),
             Part("optimizer", state * self.trained // self.ranks),
+            *([Part("reference", 4 * self.trained // self.ranks)] if self.trainer.keeps_reference else []),
         ]
 
     def _published_copy(self) -> Part:
@@ -416,7 +417,9 @@ class _Planner:
     # Disk
 
     def _checkpoint_bytes(self) -> int:
-        return checkpoint_bytes(self.trained, self.trainer.optim)
+        reference = self.config.trainer.reference if isinstance(self.config, RunConfig) else None
+        has_reference = reference is not None and reference.every is not None
+        return checkpoint_bytes(self.trained, self.trainer.optim, has_reference=has_reference)
 
     def _disk(self, free: int) -> Budget:
         """Return the larger of two budgets: at the last checkpoint of the training, and at the end."""

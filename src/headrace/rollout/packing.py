@@ -9,6 +9,7 @@ The assignment depends on lengths alone, and every worker computes the same one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -23,8 +24,12 @@ STREAM_DEFAULTS: dict[str, float] = {
     "ce_weights": 0.0,
     "ref_kl_weights": 0.0,
     "ref_logprobs": 0.0,
+    "k2_weights": 0.0,
+    "k3_weights": 0.0,
+    "kl_logprobs": math.nan,
 }
-"""The value of a token whose sample lacks a stream that another sample of the bin has."""
+"""The value of a token whose sample lacks a stream that another sample of the bin has. The trainer computes a
+`kl_logprobs` that is NaN, with its own reference."""
 
 MISSING_REFERENCE = (
     "tokens have ref_kl_weights but no ref_logprobs. Use an algorithm that scores with a reference model (opd, opsd), "

@@ -32,7 +32,11 @@ ROLES = ("", "system", "user", "assistant", "tool")
 TOKEN_ARRAYS = {"token_ids": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 """The per-token arrays that every sample has, in the order of its fields."""
 KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(
-    ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"), np.dtype(np.float32)
+    (
+        *("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"),
+        *("k2_weights", "k3_weights", "kl_logprobs"),
+    ),
+    np.dtype(np.float32),
 )
 """Streams that the trainer reads; it ignores other streams of a sample."""
 

@@ -31,9 +31,9 @@ PUBLISHED_COPIES = 2
 """Versions in host memory: the one that every engine has, for engines that restart, and the next one."""
 
 
-def checkpoint_bytes(trained_parameters: int, optim: AnyOptimConfig) -> int:
+def checkpoint_bytes(trained_parameters: int, optim: AnyOptimConfig, *, has_reference: bool = False) -> int:
     """Return the bytes of a checkpoint's tensors, on disk as in memory; after Muon, at most so many."""
-    return trained_parameters * (4 + optim.saved_state_bytes)
+    return trained_parameters * (4 + optim.saved_state_bytes + (4 if has_reference else 0))
 
 
 def fits_host(size: int, free: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.config.trainer import TrainingConfig
+from headrace.config.trainer import ReferenceConfig, TrainingConfig
 from headrace.errors import BadInput, Failure
 from headrace.inference.colocation import ColocatedEngines
 from headrace.machine import free_memory
@@ -32,14 +33,17 @@ from headrace.trainer.loss import Loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer, learning_rate_factor, update_rule
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.reference import ReferenceWeights
 from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tensor_files import local_shards
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 from headrace.transport.files import MARKER, link_tree, share_drafts, write_directory
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, REFERENCE = "model.", "optimizer.", "reference."
 """Prefixes of tensor names in a checkpoint."""
 
 
@@ -55,8 +59,12 @@ class Learner:
         *,
         packed: bool = True,
         engines: ColocatedEngines | None = None,
+        reference: ReferenceConfig | None = None,
     ) -> None:
-        """`packed`: several samples may share a forward pass; `engines` are those on the same device."""
+        """`packed`: several samples may share a forward pass; `engines` are those on the same device.
+
+        `reference`: the weights that score tokens which lack `kl_logprobs`.
+        """
         if config.max_steps is None or config.seq_len is None or config.model.name is None:
             raise ValueError("max_steps, seq_len and model.name must be set to train")
         self.config = config
@@ -74,19 +82,20 @@ class Learner:
             dtype = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
         same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
         same |= {"activation_checkpointing", "activation_offload"}
-        adapter, adapts = config.lora, config.lora is not None  # then a checkpoint has only the adapter
-        optim = config.optim
+        adapter, optim = config.lora, config.optim
+        # A checkpoint of an adapter lacks its base, and one of all parameters the start that a reference is.
+        from_start = start is None or adapter is not None or reference is not None
         self.model = PackedModel(
-            start / checkpoint.MODEL if start and not adapts else model_directory(config.model.name),
+            model_directory(config.model.name) if start is None or from_start else start / checkpoint.MODEL,
             self.ranks,
             dtype=getattr(torch, dtype),
             **config.model_dump(include=same),
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
-            training_bytes=4 + (0 if optim.offload_state else optim.state_bytes),
+            training_bytes=4 + (0 if optim.offload_state else optim.state_bytes) + (0 if reference is None else 4),
             engines=engines,
             longest=config.seq_len,
             trust_remote_code=config.model.trust_remote_code,
-            load=start is None or adapts,
+            load=from_start,
             lora=None if adapter is None else {**adapter.model_dump(exclude={"save_merged"}), "seed": config.seed},
         )
         settings = optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
@@ -96,10 +105,11 @@ class Learner:
             max_grad_norm=optim.max_grad_norm or None,
             offload_state=optim.offload_state,
         )
+        self.reference = None if reference is None else ReferenceWeights(self.model, reference.every)
         self.state = TrainState() if start is None else self._load(start)
         self._saved_step = self.state.step
         self._skipped = SkippedUpdates(config.max_skipped_updates)
-        self.step = TrainStep(self.model, self.optimizer, losses, None if packed else 1)
+        self.step = TrainStep(self.model, self.optimizer, losses, None if packed else 1, self.reference)
 
     def _check(self, read: Callable[[], T], start: Path) -> T:
         """Read a part of a checkpoint; if it is damaged for one rank, all raise what `checkpoint.set_aside` gives."""
@@ -118,13 +128,23 @@ class Learner:
         names = self._check(partial(checkpoint.saved_names, start), start)
         model = prefixed(MODEL, self.model.learned())
         state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
-        if unused := sorted(name for name in names if name not in model and name not in state):
+        reference = {name: tensor for name, tensor in self._saved_reference().items() if name in names}
+        if unused := sorted(n for n in names if n not in model and n not in state and not n.startswith(REFERENCE)):
             fact = f"the checkpoint has {unused[0]}, which this run does not use: it is of another model or optim.type"
             fix = "Resume with the model and the optim.type that it was saved with."
             raise ResumeError(fact, key="--resume", value=start, fix=fix)
-        self._check(partial(checkpoint.load_tensors, start, {**model, **state}), start)
+        self._check(partial(checkpoint.load_tensors, start, {**model, **state, **reference}), start)
         self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in state.items()})
+        if self.reference is not None and self.reference.every is not None and not reference:
+            log.warning("%s has no reference policy: until the next multiple of `every` it is the checkpoint", start)
+            self.reference.copy_parameters()
         return checkpoint.read_state(start)
+
+    def _saved_reference(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the reference that a checkpoint contains: the start of a run is loaded from there."""
+        if self.reference is None or self.reference.every is None:
+            return {}
+        return prefixed(REFERENCE, self.reference.tensors)
 
     @property
     def version(self) -> Version:
@@ -151,6 +171,8 @@ class Learner:
         result = self.step.run(bins, self.learning_rate, **options)
         if result is not None:
             self.state.step += 1
+            if self.reference is not None:
+                self.reference.after_step(self.state.step)
             self.state.tokens_trained += result.tokens
             self.state.skipped_steps += self.optimizer.skipped - skipped
             problem = self._skipped.record(self.state.step, result.grad_norm, result.metrics.get("loss", math.nan))
@@ -208,12 +230,13 @@ class Learner:
         free = free_memory() - others
         if optim.offload_state and not self.optimizer.state_tensors():
             free -= trained * optim.state_bytes  # allocated by the first step
-        return self.checkpoints.plan(checkpoint_bytes(trained, optim), free)
+        size = checkpoint_bytes(trained, optim, has_reference=bool(self._saved_reference()))
+        return self.checkpoints.plan(size, free)
 
     def begin_checkpoint(self) -> None:
         """Start to save the current state, which may change after the return."""
         model, state = self.model.learned(), self.optimizer.state_tensors()
-        tensors = prefixed(MODEL, model) | prefixed(OPTIMIZER, state)
+        tensors = prefixed(MODEL, model) | prefixed(OPTIMIZER, state) | self._saved_reference()
         self.checkpoints.begin(tensors, self.model.write_files, self.state)
         self._saved_step = self.state.step
 

@@ -13,9 +13,12 @@ masks and bounds have no gradient.
     reinforce  -A * t
     ce         -t
     ref_kl     -keep * stopgrad(ref - t) * rho + kl_tau * l**2    keep: d >= -low
+    k2         (t - ref)**2 / 2
+    k3         exp(ref - t) - (ref - t) - 1
 
-All but the last two are losses of the rl component (`headrace.trainer.losses.shipped`). Each returns a sum over its
-members; the step divides it by the number of members in the whole step. Metrics are sums and counts.
+k2 and k3 estimate the divergence from a reference policy, without a ratio to the policy that sampled. All but the last
+four are losses of the rl component (`headrace.trainer.losses.shipped`). Each returns a sum over its members; the step
+divides it by the number of members in the whole step, k2 and k3 by that of rl. Metrics are sums and counts.
 """
 
 from __future__ import annotations
@@ -84,6 +87,27 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
         f"ref_kl/{name}": outputs.metrics[name] for name in ("masked_mismatch_kl", "unmasked_mismatch_kl", "is_masked")
     }
     return LossOutputs(outputs.loss, {**named, "ref_kl": masked_mean(-gap, inputs.loss_mask)}, masked)
+
+
+def k2_loss(inputs: LossInputs) -> LossOutputs:
+    gap = _reference_gap(inputs)
+    return _penalty("k2", gap**2 / 2, inputs)
+
+
+def k3_loss(inputs: LossInputs) -> LossOutputs:
+    gap = _reference_gap(inputs)
+    return _penalty("k3", gap.expm1() - gap, inputs)
+
+
+def _reference_gap(inputs: LossInputs) -> Tensor:
+    if inputs.ref_logprobs is None:
+        raise ValueError("tokens have k2_weights or k3_weights but no kl_logprobs")
+    # Masked first: other tokens may have no logprob of the reference, and NaN would reach the gradient.
+    return of_members(inputs.ref_logprobs - inputs.trainer_logprobs, inputs)
+
+
+def _penalty(name: str, per_token: Tensor, inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(weighted_sum(per_token, inputs), {f"kl/{name}": masked_mean(per_token, inputs.loss_mask)})
 
 
 def masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau: float) -> LossOutputs:

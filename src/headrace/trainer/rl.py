@@ -26,7 +26,7 @@ from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.trainer.host_copies import pin_ahead
 from headrace.trainer.learner import Learner, Stopwatch
-from headrace.trainer.loss import Loss, ce_loss, ref_kl_loss
+from headrace.trainer.loss import Loss, ce_loss, k2_loss, k3_loss, ref_kl_loss
 from headrace.trainer.probe import write_probe
 from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.step import StepResult
@@ -64,7 +64,9 @@ class RlTrainer:
         self.run_dir = run = RunDir(config.output_dir)
         status.set("loading model")
         loading = time.monotonic()
-        self.learner = learner = Learner(config, losses(config), run.checkpoints, resume, engines=engines)
+        self.learner = learner = Learner(
+            config, losses(config), run.checkpoints, resume, engines=engines, reference=config.reference
+        )
         log.info("model and optimizer loaded in %.1f s", time.monotonic() - loading)
         weights, on_gpu = config.weights, learner.model.device.type == "cuda"
         linked = engines is not None and on_gpu if weights.transport == "auto" else weights.transport == "link"
@@ -221,7 +223,8 @@ class RlTrainer:
 
 def losses(config: TrainerConfig) -> dict[str, Loss]:
     """Return the loss of each component with its settings bound."""
-    return {"rl": config.loss.make(), "ce": ce_loss, "ref_kl": partial(ref_kl_loss, **config.ref_kl.model_dump())}
+    ref_kl = partial(ref_kl_loss, **config.ref_kl.model_dump())
+    return {"rl": config.loss.make(), "ce": ce_loss, "ref_kl": ref_kl, "k2": k2_loss, "k3": k3_loss}
 
 
 def notify_zero_gradient(

@@ -1,7 +1,8 @@
 """One optimizer step: packed bins in, new parameters and metrics out.
 
 Each component's loss is divided by the number of its member tokens in the whole step, counted over all ranks before the
-first backward pass, so the gradient does not depend on the split into micro-batches and ranks.
+first backward pass, so the gradient does not depend on the split into micro-batches and ranks. Penalties are divided by
+the tokens of the rl component, so that their weight relative to it is the same in any mixture.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.errors import Failure
+from headrace.errors import BadInput, Failure
 from headrace.rollout.packing import NO_SAMPLE, Bin
 from headrace.trainer.loss import Loss, Metrics
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.packed_row import on_device
 from headrace.trainer.ranks import Ranks
-from headrace.trainer.tokens import COMPONENTS, MicroBatch, StepTokens, TokenTrace
+from headrace.trainer.reference import ReferenceWeights
+from headrace.trainer.tokens import COMPONENTS, PENALTIES, MicroBatch, StepTokens, TokenTrace
 
 MICRO_BATCH_TOKENS = 16384
 """Default tokens per forward pass: enough to amortize Python overhead per layer."""
@@ -48,8 +50,10 @@ class TrainStep:
         optimizer: Optimizer,
         losses: dict[str, Loss],
         micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
+        reference: ReferenceWeights | None = None,
     ) -> None:
         """`micro_batch_tokens` None: the row size of the model's memory plan."""
+        self.reference = reference
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.micro_batch_tokens = micro_batch_tokens
         self.ranks = model.ranks
@@ -70,9 +74,13 @@ class TrainStep:
         `on_micro_batch` is called before each micro-batch with its number, from 1, and the total.
         """
         tokens = StepTokens(bins)
-        groups = tokens.cut(self.micro_batch_tokens or self.model.plan.row_tokens)
+        row_tokens = self.micro_batch_tokens or self.model.plan.row_tokens
         own_counts = [tokens.count(component) for component in COMPONENTS]
         counts = dict(zip(COMPONENTS, self.ranks.sum(own_counts), strict=True))
+        penalized = any(counts[penalty] for penalty in PENALTIES)
+        if penalized and not self._score_by_reference(tokens, row_tokens, stopped, on_micro_batch):
+            return None
+        groups = tokens.cut(row_tokens)
         sums = _Sums()
         trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
@@ -101,6 +109,29 @@ class TrainStep:
                 "state in CPU memory (trainer.optim.offload_state), or leave it more room (inference.kv_cache_gb)"
             ) from error
         return StepResult(metrics, grad_norm, trained, computed, trace)
+
+    def _score_by_reference(
+        self, tokens: StepTokens, row_tokens: int, stopped: Callable[[], bool], progress: Callable[[int, int], None]
+    ) -> bool:
+        """Fill in the logprobs of the reference that tokens lack; return False if `stopped`."""
+        lacking = tokens.without_reference()
+        groups = lacking.cut(row_tokens)
+        total = self.ranks.most(len(groups))
+        if total == 0:
+            return True
+        if self.reference is None:
+            fact = "tokens have k2_weights or k3_weights and no kl_logprobs, and the trainer keeps no reference"
+            raise BadInput(fact, key="trainer.reference", fix='Set orchestrator.algo.kl.reference = "start".')
+        with self.reference.swapped_in():
+            for number in range(total):
+                if self.ranks.any(stopped()):
+                    return False
+                progress(number + 1, total)
+                group = groups[number] if number < len(groups) else []
+                batch = lacking.micro_batch(group, self.model.device, self.model.kernel)
+                logprobs = self.model.logprobs(batch.row, batch.predictors, batch.labels, batch.temperatures)
+                tokens.streams["kl_logprobs"][batch.scored] = logprobs.float().cpu().numpy()
+        return True
 
     def warm_up(self, bins: list[Bin]) -> None:
         """Run forward and backward of a step as one micro-batch and discard the gradients, to compile kernels."""
@@ -131,7 +162,7 @@ class TrainStep:
                 continue
             inputs = tokens.loss_inputs(component, batch, logprobs)
             outputs = self.losses[component](inputs)
-            total = total + outputs.loss / counts[component]
+            total = total + outputs.loss / counts["rl" if component in PENALTIES else component]
             sums.add(outputs.metrics)
             masked[component] = outputs.masked
             for env, inside in by_env.items():

@@ -46,6 +46,9 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "ce_weights": (_NUMBER, "weight in the ce loss; null: the sample has none, which counts as 0"),
     "ref_kl_weights": (_NUMBER, "weight in the ref_kl loss; null: the sample has none, which counts as 0"),
     "ref_logprobs": (_NUMBER, "logprob under the reference model; null: the sample has none"),
+    "k2_weights": (_NUMBER, "weight of the k2 penalty; null: the sample has none, which counts as 0"),
+    "k3_weights": (_NUMBER, "weight of the k3 penalty; null: the sample has none, which counts as 0"),
+    "kl_logprobs": (_NUMBER, "logprob under the reference of the penalty; null: no penalty trains the token"),
     "trainer_logprobs": (_NUMBER, "t, the logprob under the weights before this step; null: no loss trains the token"),
     "inference_logprobs": (_NUMBER, "i, the logprob it was sampled with; null: it was not, and no loss asks for it"),
     "log_ratio": (_NUMBER, "l = t - i"),
@@ -140,6 +143,8 @@ def _batch_columns(tokens: StepTokens, sources: np.ndarray, batch: Batch) -> dic
     for name in STREAM_DEFAULTS:
         shipped = np.array([name in entry.sample.streams for entry in batch.samples], np.bool_)[sources]
         streams[name] = tokens.streams.get(name, np.zeros(len(tokens))), shipped
+    reference = tokens.streams.get("kl_logprobs", np.full(len(tokens), np.nan))  # the trainer's own, too
+    streams["kl_logprobs"] = reference, ~np.isnan(reference)
     return {
         "sample": (sources, always),
         "position": (np.arange(len(tokens)) - np.repeat(tokens.starts, tokens.lengths), always),

@@ -6,6 +6,7 @@ component. A token is *scored* if it is a member of any component; other tokens 
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,9 @@ from headrace.trainer.packed_row import (
     sort_key,
 )
 
-COMPONENTS = ("rl", "ce", "ref_kl")
+PENALTIES = ("k2", "k3")
+"""Estimators of the divergence from a reference policy, on tokens of the rl component."""
+COMPONENTS = ("rl", "ce", "ref_kl", *PENALTIES)
 SHARED_TOKENS_PER_OWN = 8
 """Shared tokens that take as much memory as one unshared token: attention gathers their keys."""
 
@@ -72,6 +75,14 @@ class StepTokens:
         """Return the number of member tokens of a component."""
         return int(self.members[component].sum())
 
+    def without_reference(self) -> StepTokens:
+        """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty."""
+        reference = self.streams.setdefault("kl_logprobs", np.full(len(self), np.nan, np.float32))
+        penalized = np.logical_or.reduce([self.members[penalty] for penalty in PENALTIES])
+        lacking = copy(self)
+        lacking.scored = penalized & np.isnan(reference)
+        return lacking
+
     def cut(self, limit: int) -> list[list[int]]:
         """Split the trained sequences, in lexicographic order, into groups that take the memory of `limit` tokens."""
         groups: list[list[int]] = []
@@ -100,8 +111,8 @@ class StepTokens:
             return on_device(values[batch.scored], logprobs.device)
 
         weights = self.streams.get(f"{component}_weights")
-        reference = self.streams.get("ref_logprobs")
-        if reference is None and component == "ref_kl":  # other ranks have ref_kl tokens, this one has none
+        reference = self.streams.get("kl_logprobs" if component in PENALTIES else "ref_logprobs")
+        if reference is None and component in ("ref_kl", *PENALTIES):  # other ranks have such tokens, this one has none
             reference = np.zeros(len(self), np.float32)
         advantages = self.streams.get("advantages")
         return PackedInputs(
@@ -119,7 +130,9 @@ class StepTokens:
         weighted = {c: self.streams[f"{c}_weights"] != 0 for c in COMPONENTS if f"{c}_weights" in self.streams}
         first = none.copy()
         first[self.starts] = True
-        members = {"ce": none, "ref_kl": none, **weighted, "rl": self.mask & weighted.get("rl", True)}
+        rl = self.mask & weighted.get("rl", True)
+        members = {"ce": none, "ref_kl": none, **weighted, "rl": rl}
+        members |= {penalty: rl & weighted.get(penalty, False) for penalty in PENALTIES}
         return {component: members[component] & ~first for component in COMPONENTS}
 
     def _of(self, index: int, values: np.ndarray) -> np.ndarray:

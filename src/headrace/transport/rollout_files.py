@@ -60,7 +60,10 @@ _DTYPES = {
     pa.from_numpy_dtype(dtype): dtype for dtype in (np.bool_, np.int8, np.int32, np.int64, np.float32, np.float64)
 }
 _TOKEN_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in TOKEN_ARRAYS.items()}
-_STREAM_COLUMNS = {name: pa.from_numpy_dtype(dtype) for name, dtype in KNOWN_STREAMS.items()}
+_STREAM_COLUMNS = {
+    name: pa.from_numpy_dtype(KNOWN_STREAMS[name])
+    for name in ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
+}
 _PLAIN_COLUMNS = (
     "env", "task_key", "group_id", "draw_id", "episode", "credited", "agent", "trainable", "truncated", "stop_reason",
 )  # fmt: skip
@@ -271,7 +274,7 @@ def _sample_lists(rollouts: Sequence[Rollout]) -> pa.Array:
 
 def _other_streams(samples: Sequence[Sample]) -> pa.Array:
     """Return a map by name of the streams that have no column of their own, per sample."""
-    others = [[item for item in sample.streams.items() if item[0] not in KNOWN_STREAMS] for sample in samples]
+    others = [[item for item in sample.streams.items() if item[0] not in _STREAM_COLUMNS] for sample in samples]
     names = _strings([name for items in others for name, _ in items])
     values = _lists([values.ravel() for items in others for _, values in items], pa.float64())
     return pa.MapArray.from_arrays(_offsets([len(items) for items in others]), names, values, type=_OTHER_STREAMS)
@@ -446,7 +449,7 @@ def _samples(structs: pa.StructArray) -> list[Sample]:
     numbers = [structs.field(name).to_pylist() for name in ("prompt_length", "temperature")]
     spans = [[tuple(span.values()) for span in several] for several in structs.field("obs_spans").to_pylist()]
     samples = [Sample(*columns) for columns in zip(*arrays, *numbers, spans, strict=True)]
-    for name in KNOWN_STREAMS:
+    for name in _STREAM_COLUMNS:
         for sample, values in zip(samples, _arrays(structs.field(name)), strict=True):
             if values is not None:
                 sample.set_stream(name, values)
