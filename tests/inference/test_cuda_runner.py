@@ -15,10 +15,11 @@ from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import PENDING
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import LatentParams, SamplingParams
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, write_adapter
 from tests.inference.plain_forward import assert_like_plain, assert_nothing_left, random_prompt, run_all, weights_of
+from tests.inference.test_latents import NEVER, SOFT, assert_like_formulas, model_for
 from tests.inference.test_named_adapters import CONFIG, adapted, matrices
 
 pytest.importorskip("triton")
@@ -270,3 +271,21 @@ def test_a_step_is_long_where_attention_needs_no_padding(model: Any) -> None:
     assert runner.max_prefill_tokens == 2048
     runner._flash = True  # type: ignore[attr-defined]
     assert runner.max_prefill_tokens == 16384
+
+
+@pytest.mark.parametrize("latents", [NEVER, SOFT], ids=["hybrid", "soft"])
+def test_thoughts_in_latent_space_are_those_of_the_formulas_beside_plain_requests(latents: LatentParams) -> None:
+    model = model_for(latents)
+    decode = {"decode": lambda ids: "".join(map(chr, ids))}
+    engine = make_engine(model, max_model_len=96, max_running=4, kv_blocks=8, **decode)
+    rng = random.Random(2)
+    kinds = [latents, None, latents, None]
+    prompts = [random_prompt(rng, length) for length in (5, 17, 20, 3)]
+    requests = [
+        engine.submit(prompt, SamplingParams(max_tokens=24, ignore_eos=True, latents=kind))
+        for prompt, kind in zip(prompts, kinds, strict=True)
+    ]
+    run_all(engine)
+    for request, kind in zip(requests, kinds, strict=True):
+        (assert_like_plain if kind is None else assert_like_formulas)(request, model)
+    assert_nothing_left(engine)

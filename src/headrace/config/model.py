@@ -31,6 +31,38 @@ HttpUrl = Annotated[str, AfterValidator(_http_url)]
 """The URL of a server: `http://host:port`."""
 
 
+class LatentsConfig(Config):
+    """Think in latent space: input embeddings of thoughts hold more than the sampled token; a text is the `type`."""
+
+    type: Literal["hybrid", "soft"] = "hybrid"
+    """`hybrid`: the token's embedding, blended by trained gates with the expected one (arXiv 2505.18454); `soft`: the
+    expected embedding with noise, for training only (arXiv 2509.19170)."""
+    until: str = Field("</think>", min_length=1)
+    """The text that ends the thoughts of a completion; tokens after it are plain."""
+    tau: float = Field(0.5, gt=0)
+    """Temperature of the distribution over tokens whose expected embedding is used."""
+    noise: float = Field(0.33, gt=0)
+    """`soft`: standard deviation of the noise, relative to the root mean square of the embeddings."""
+    gates_lr: float = Field(1e-4, gt=0)
+    """`hybrid`: peak learning rate of the gates' matrices, which the scheduler scales as `trainer.optim.lr`."""
+    retention_lr: float = Field(1e-3, gt=0)
+    """`hybrid`: the same of the vector that sets how much of a token's embedding is kept."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _type_alone(cls, given: Any) -> Any:
+        return as_table(given, "type")
+
+    @property
+    def has_gates(self) -> bool:
+        return self.type == "hybrid"
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The fields of a request's `LatentParams`."""
+        return {"kind": self.type, **self.model_dump(include={"until", "tau", "noise"})}
+
+
 class ModelConfig(Config):
     """The model: exactly one of `name`, `init` and `sft` is set."""
 
@@ -44,6 +76,8 @@ class ModelConfig(Config):
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model's files."""
+    latents: LatentsConfig | None = None
+    """Think in latent space; unset: in tokens. Embedded engine and `orchestrator.max_async_level = 0` only."""
 
     def problems(self) -> Iterator[InvalidValue]:
         given = [key for key in ("name", "init", "sft") if getattr(self, key) is not None]

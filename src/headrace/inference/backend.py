@@ -5,6 +5,7 @@ An engine works on token ids; only stop strings are text. Text, chat formats and
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -82,6 +83,8 @@ class GenerationResult(msgspec.Struct):
     """The same for `SamplingParams.prompt_logprobs`; empty for the first token."""
     cached_tokens: int = 0
     """Prompt tokens that were in the prefix cache."""
+    latents: bytes | None = None
+    """[tokens, hidden size] in float16, if the request thinks in latent space."""
 
 
 class EngineState(msgspec.Struct):
@@ -236,6 +239,11 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, vocab_size: 
         _refuse(params, "stop_token_ids", f"must be at most {MAX_STOP_TOKEN_IDS} non-negative ids")
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         _refuse(params, "seed", "must fit in 64 bits for each of the n choices, whose seeds are consecutive")
+    if params.latents is not None:
+        if not 0 < len(params.latents.until) <= MAX_STOP_CHARS:
+            _refuse(params, "latents", f"until must be a string of 1 to {MAX_STOP_CHARS} characters")
+        if not (MIN_TEMPERATURE <= params.latents.tau <= MAX_TEMPERATURE and 0 < params.latents.noise < math.inf):
+            _refuse(params, "latents", "tau and noise must be positive")
     for key in ("logprobs", "prompt_logprobs"):
         if not 0 <= (getattr(params, key) or 0) <= MAX_LOGPROBS:
             _refuse(params, key, f"must be between 0 and {MAX_LOGPROBS}")

@@ -7,7 +7,7 @@ log-softmax(logits / temperature) over the whole vocabulary, regardless of top_p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,18 @@ MAX_LOGPROBS = 20
 """Upper limit of `logprobs` and `prompt_logprobs`."""
 
 
+class LatentParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How a request thinks in latent space; see `headrace.inference.latents`. Not a field of vLLM's."""
+
+    kind: Literal["hybrid", "soft"] = "hybrid"
+    until: str = "</think>"
+    """The text that ends the thoughts: the tokens after it are plain. Until it is complete, its tokens are thoughts."""
+    tau: float = 0.5
+    """Temperature of the distribution over tokens that a latent is computed from."""
+    noise: float = 0.33
+    """Soft: standard deviation of the noise, relative to the root mean square of the embeddings."""
+
+
 class SamplingParams(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
@@ -44,6 +56,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """None: no logprobs. Otherwise those of the sampled token and of this many most likely tokens."""
     prompt_logprobs: int | None = None
     """The same for the prompt tokens."""
+    latents: LatentParams | None = None
+    """Think in latent space, and return the latents. Embedded engine only."""
 
     @property
     def truncates(self) -> bool:
@@ -110,6 +124,8 @@ class GenerateChoice(msgspec.Struct):
     """Logprobs in the distribution that top_p, top_k and min_p leave, if they remove anything."""
     flat_logprobs: list[float] | None = None
     """One per token."""
+    latents: bytes | None = None
+    """[tokens, hidden size], little-endian float16; in JSON as base64. Rows of zeros are plain tokens."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -209,6 +225,8 @@ class Completion(msgspec.Struct):
     finish_reason: str
     truncated_logprobs: list[float] | None = None
     """Logprobs in the distribution that top_p and top_k leave; None if they remove nothing or are not reported."""
+    latents: np.ndarray | None = None
+    """[tokens, hidden size], float16, if they were requested."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -241,6 +259,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     weight_versions: list[WeightVersionSpan] | None = None
     truncated_logprobs: list[float] | None = None
+    latents: bytes | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -267,6 +286,7 @@ def read_completion(content: bytes) -> Completion:
         choice.weight_versions,
         choice.finish_reason,
         choice.truncated_logprobs,
+        None if choice.latents is None else np.frombuffer(choice.latents, "<f2").reshape(len(choice.token_ids), -1),
     )
     covered = sum(span.end - span.start for span in completion.spans)
     truncated = completion.logprobs if completion.truncated_logprobs is None else completion.truncated_logprobs

@@ -32,8 +32,11 @@ from headrace.transport.weights_link import MANIFEST
 log = logging.getLogger(__name__)
 
 ACKNOWLEDGED = "acknowledged.json"
-WEIGHTS = ("*.safetensors", MANIFEST, "adapter_config.json")
-"""Files that the checksum covers: tensors, or the manifest in their place, and the config of an adapter."""
+GATES_FILE = "latent_gates.st"
+"""The tensors of `headrace.inference.latents`. Not `*.safetensors`: engines without latents load all files of that
+name."""
+WEIGHTS = ("*.safetensors", MANIFEST, "adapter_config.json", GATES_FILE)
+"""Files that the checksum covers: tensors, or the manifest in their place, the config of an adapter, and gates."""
 READER_THREADS = 8
 FIRST_WARNING_S = 60.0
 """Seconds without an acknowledgement until the first warning."""

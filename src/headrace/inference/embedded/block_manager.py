@@ -23,9 +23,9 @@ def root_hash(*parts: object) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-def block_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the hash of a block with these tokens, after the block whose hash is `previous`."""
-    return blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
+def block_hash(previous: bytes, tokens: Sequence[int], latents: bytes = b"") -> bytes:
+    """Return the hash of a block with these tokens and their latents, after the block whose hash is `previous`."""
+    return blake2b(previous + array("q", tokens).tobytes() + latents, digest_size=16).digest()
 
 
 def blocks_for(tokens: int) -> int:

@@ -39,6 +39,7 @@ from headrace.inference.embedded.request import Request, Weights
 from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
+from headrace.inference.latents import GATES
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import BaseWeights, PublishedWeights, install, read_published
@@ -154,6 +155,12 @@ class Engine:
             check_request(token_ids, params, self.vocab_size, self.max_model_len)
         if params.stop and self._stop_strings is None:
             raise InvalidRequest("this engine has no tokenizer to find strings with; use stop_token_ids", key="stop")
+        if params.latents is not None:
+            if (params.latents.kind == "hybrid") != (has_gates := hasattr(self.model, GATES)):
+                fact = f"of kind {params.latents.kind}, but the model has {'gates' if has_gates else 'no gates'}"
+                raise InvalidRequest(fact, key="latents", fix="Serve the other model, or leave them out.")
+            if self._stop_strings is None:
+                raise InvalidRequest("this engine has no tokenizer to find the end of thoughts with", key="latents")
         max_new_tokens = self.max_model_len - len(token_ids)
         request = Request(
             token_ids,
@@ -164,6 +171,7 @@ class Engine:
             cache_salt=cache_salt,
             stop_strings=self._stop_strings,
             adapter=None if adapter is None else self.adapters.get(adapter),
+            hidden_size=self.model.get_input_embeddings().embedding_dim if params.latents else 0,
         )
         (self.scheduler.urgent if urgent else self.scheduler.waiting).append(request)
         return request
@@ -316,7 +324,8 @@ class Engine:
                         f"weights {self.version} at temperature {request.params.temperature} gave logits that are not "
                         "finite (NaN or infinity)"
                     )
-                if request.append(token, logprob, log_mass, alternatives.get(request) if alternatives else None):
+                top = alternatives.get(request) if alternatives else None
+                if request.append(token, logprob, log_mass, top, output.latents.get(request)):
                     finished.append(request)
                 else:
                     if not (request.prompt_length + len(request.logprobs)) % BLOCK_SIZE:

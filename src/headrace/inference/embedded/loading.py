@@ -24,9 +24,11 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
+from headrace.inference.latents import add_gates
 from headrace.inference.model_shape import check_weights
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
+from headrace.transport.weights import GATES_FILE
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
@@ -138,6 +140,8 @@ def load_engine(
 ) -> Engine:
     """Load a model into an engine, and check that against the plain model."""
     model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+    if (config.model.latents is not None and config.model.latents.has_gates) or (directory / GATES_FILE).is_file():
+        add_gates(model, directory)
     longest = max_model_len(model, config.max_model_len)
     refuse_unsupported(model, longest)
     running = config.running_at_once(on_gpu=model.device.type == "cuda")

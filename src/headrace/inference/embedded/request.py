@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from headrace.inference.backend import EngineError, GenerationResult, TokenChunk, TopLogprobs
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash, root_hash
 from headrace.inference.embedded.stop_strings import StopStrings
@@ -30,6 +32,15 @@ class Weights(NamedTuple):
     """Number of the installation: a version may be published again with other tensors."""
 
 
+class Latent(NamedTuple):
+    """What a sampled token is blended with if it is a thought."""
+
+    values: np.ndarray
+    """[hidden size], float16."""
+    logprob: float | None
+    """The logprob of the latent itself, in the place of its token's; None if tokens are sampled."""
+
+
 class Request:
     """A sequence that is waiting, running or finished; only the engine changes it."""
 
@@ -44,6 +55,7 @@ class Request:
         cache_salt: str | None,
         stop_strings: StopStrings | None = None,
         adapter: LoadedAdapter | None = None,
+        hidden_size: int = 0,
     ) -> None:
         self.tokens = list(token_ids)
         self.prompt_length = len(token_ids)
@@ -51,7 +63,7 @@ class Request:
         self.max_length = len(token_ids) + max_new_tokens
         self.adapter = adapter
         self.is_plain = adapter is None and not (
-            params.truncates or params.logprobs or params.prompt_logprobs is not None
+            params.truncates or params.logprobs or params.prompt_logprobs is not None or params.latents
         )
         """Whether its tokens can be sampled without reading logits outside of the step."""
         self.stop_ids = frozenset(params.stop_token_ids)
@@ -62,6 +74,12 @@ class Request:
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] | None = [] if params.logprobs else None
         self.truncated_logprobs: list[float] | None = [] if params.truncates else None
+        self.latents: list[np.ndarray] | None = None if params.latents is None else []
+        """Of each sampled token, float16; zeros after the thoughts."""
+        self.is_thinking = params.latents is not None
+        """Whether the next token gets a latent, unless it completes the text that ends the thoughts."""
+        self._no_latent = np.zeros(hidden_size, np.float16)
+        self._noise: np.ndarray | None = None
         self.prompt_logprobs: list[float] | None = None
         self.prompt_top_logprobs: list[TopLogprobs] | None = None
         self.blocks: list[int] = []
@@ -131,14 +149,28 @@ class Request:
     def block_hash(self, index: int) -> bytes:
         while len(self._hashes) <= index + 1:
             start = (len(self._hashes) - 1) * BLOCK_SIZE
-            self._hashes.append(block_hash(self._hashes[-1], self.tokens[start : start + BLOCK_SIZE]))
+            latents = self._latent_bytes(start, start + BLOCK_SIZE)
+            self._hashes.append(block_hash(self._hashes[-1], self.tokens[start : start + BLOCK_SIZE], latents))
         return self._hashes[index + 1]
 
     def prompt_hash(self) -> tuple[bytes, bool]:
         """Return the hash of all tokens, and whether there is a seed: then the prompt is computed in fixed chunks."""
         full = len(self.tokens) // BLOCK_SIZE
         previous = self.block_hash(full - 1) if full else self._hashes[0]
-        return block_hash(previous, self.tokens[full * BLOCK_SIZE :]), self.params.seed is not None
+        latents = self._latent_bytes(full * BLOCK_SIZE, len(self.tokens))
+        return block_hash(previous, self.tokens[full * BLOCK_SIZE :], latents), self.params.seed is not None
+
+    def _latent_bytes(self, start: int, end: int) -> bytes:
+        """Return what identifies the latents of the tokens [start, end); empty if they are plain."""
+        rows = self.latents_of(start, end)
+        if not any(row.any() for row in rows):
+            return b""
+        return b"".join(row.tobytes() for row in rows)
+
+    def latents_of(self, start: int, end: int) -> list[np.ndarray]:
+        """Return the latents of the sampled tokens among [start, end)."""
+        first, last = max(0, start - self.prompt_length), max(0, end - self.prompt_length)
+        return [] if self.latents is None else self.latents[first:last]
 
     def start_span(self, version: Version) -> None:
         """Attribute the tokens sampled from here on to this version."""
@@ -154,15 +186,29 @@ class Request:
             self._uniform = self._random.random()
         return self._uniform
 
+    def noise(self) -> np.ndarray:
+        """Return the standard normal numbers of the next latent; unchanged until a token is appended."""
+        if self._noise is None:
+            generator = np.random.default_rng(self._random.getrandbits(64))
+            self._noise = generator.standard_normal(len(self._no_latent), np.float32)
+        return self._noise
+
     def expect(self) -> None:
         """Count a token that is being sampled as one of its tokens, until `append` gets it."""
         self._uniform = None
         self.tokens.append(PENDING)
 
-    def append(self, token: int, logprob: float, log_mass: float = 0.0, top: TopLogprobs | None = None) -> bool:
+    def append(
+        self,
+        token: int,
+        logprob: float,
+        log_mass: float = 0.0,
+        top: TopLogprobs | None = None,
+        latent: Latent | None = None,
+    ) -> bool:
         """Append a sampled token, and return whether it is the last one.
 
-        `log_mass` is the log of the probability left by truncation.
+        `log_mass` is the log of the probability left by truncation. `latent` is used if the token is a thought.
         """
         tokens, place = self.tokens, self.prompt_length + len(self.logprobs)
         if place < len(tokens):
@@ -171,6 +217,8 @@ class Request:
             tokens.append(token)
             self._uniform = None
         self.is_verified = True
+        if self.latents is not None:
+            logprob = self._append_latent(latent, tokens[: place + 1], logprob)
         if self.truncated_logprobs is not None:
             self.truncated_logprobs.append(logprob - log_mass)
         if self.top_logprobs is not None:
@@ -184,6 +232,20 @@ class Request:
             return False
         del tokens[place + 1 :]
         return True
+
+    def _append_latent(self, latent: Latent | None, tokens: list[int], logprob: float) -> float:
+        """Append the latent of the last of these tokens, and return its logprob."""
+        assert self.latents is not None
+        if self.is_thinking:
+            assert self.params.latents is not None and self._stop_strings is not None
+            ends = [self.params.latents.until]
+            self.is_thinking = self._stop_strings.find_completed(ends, tokens, self.prompt_length) is None
+        self._noise = None
+        if latent is None or not self.is_thinking:
+            self.latents.append(self._no_latent)
+            return logprob
+        self.latents.append(latent.values)
+        return logprob if latent.logprob is None else latent.logprob
 
     def sampled_since(self, start: int) -> TokenChunk:
         """Return what was sampled from token `start` on."""
@@ -220,5 +282,6 @@ class Request:
                 top_logprobs=self.top_logprobs,
                 prompt_top_logprobs=self.prompt_top_logprobs,
                 cached_tokens=self.cached_tokens,
+                latents=None if self.latents is None else b"".join(row.tobytes() for row in self.latents),
             )
         )

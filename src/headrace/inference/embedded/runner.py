@@ -6,9 +6,10 @@ CPUs use; `cuda` has the one for GPUs. The engine appends the sampled tokens to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,11 @@ from headrace.inference.embedded.block_manager import BLOCK_SIZE
 from headrace.inference.embedded.cpu.layers import fuse_layers
 from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
 from headrace.inference.embedded.kv_window import KVWindow
-from headrace.inference.embedded.request import Request
+from headrace.inference.embedded.request import Latent, Request
 from headrace.inference.embedded.sampling import sample, scaled_logprobs, top_tokens
 from headrace.inference.embedded.scheduler import Chunk, StepPlan
+from headrace.inference.latents import expected_embeddings, gaussian_logprobs, input_embeddings, noise_scale
+from headrace.inference.schema import LatentParams
 
 
 class StepOutput(NamedTuple):
@@ -35,6 +38,8 @@ class StepOutput(NamedTuple):
     """Log of the probability left by truncation; None if no request truncates."""
     alternatives: dict[Request, TopLogprobs]
     """Top logprobs of the requests that want them."""
+    latents: Mapping[Request, Latent] = {}
+    """Of the requests that think in latent space."""
 
 
 NO_OUTPUT = StepOutput([], [], [], None, {})
@@ -138,7 +143,7 @@ class PlainRunner:
         unverified_blocks.clear()
         self._adapters.prepare(batch.chunks, batch.ids)
         logits = self._model(
-            input_ids=batch.ids[None],
+            **token_inputs(self._model, batch.chunks, batch.ids),
             position_ids=batch.positions[None],
             past_key_values=self.cache,
             use_cache=True,
@@ -154,7 +159,10 @@ class PlainRunner:
         columns = torch.stack([column.double() for column in sampled if column is not None]).tolist()
         log_masses = columns[2] if len(columns) > 2 else None
         alternatives = top_alternatives(requests, logits)
-        return FinishedStep(StepOutput(requests, [*map(int, columns[0])], columns[1], log_masses, alternatives))
+        latents = next_latents(self._model, requests, logits)
+        return FinishedStep(
+            StepOutput(requests, [*map(int, columns[0])], columns[1], log_masses, alternatives, latents)
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -238,6 +246,42 @@ def store_prompt_logprobs(scored: list[tuple[Chunk, int]], logits: Tensor) -> No
         if request.prompt_top_logprobs is not None:
             count = request.params.prompt_logprobs or 0
             request.prompt_top_logprobs += top_tokens(logprobs, [count] * len(targets))
+
+
+def token_inputs(model: Any, chunks: Sequence[Chunk], ids: Tensor) -> dict[str, Tensor]:
+    """Return the argument of a model's forward for the tokens of chunks: ids, or embeddings if any has a latent."""
+    if not any(chunk.request.latents for chunk in chunks):
+        return {"input_ids": ids[None]}
+    latents = torch.zeros(len(ids), model.get_input_embeddings().embedding_dim, dtype=torch.float16)
+    row = 0
+    for request, start, end, _ in chunks:
+        row += end - start
+        if own := request.latents_of(start, end):
+            latents[row - len(own) : row] = torch.from_numpy(np.stack(own))
+    if len(ids) > row:  # a doubled token
+        latents[row:] = latents[:row]
+    return {"inputs_embeds": input_embeddings(model, ids, latents.to(ids.device))[0][None]}
+
+
+def next_latents(model: Any, requests: Sequence[Request], logits: Tensor) -> dict[Request, Latent]:
+    """Return the latents of the tokens that are sampled from these logits, for requests that are thinking."""
+    by_params: dict[LatentParams, list[int]] = {}
+    for row, request in enumerate(requests):
+        if request.is_thinking and request.params.latents is not None:
+            by_params.setdefault(request.params.latents, []).append(row)
+    latents: dict[Request, Latent] = {}
+    for params, rows in by_params.items():
+        own, embeddings = [requests[row] for row in rows], model.get_input_embeddings().weight
+        h = expected_embeddings(logits[rows], embeddings, params)
+        values, logprobs = h.half(), [None] * len(own)
+        if params.kind == "soft":
+            sigma = noise_scale(embeddings, params)
+            noise = torch.from_numpy(np.stack([request.noise() for request in own])).to(h.device)
+            values = (h + sigma * noise).half()
+            logprobs = gaussian_logprobs(values, h, sigma).tolist()
+        pairs = zip(values.cpu().numpy(), logprobs, strict=True)
+        latents |= {request: Latent(*pair) for request, pair in zip(own, pairs, strict=True)}
+    return latents
 
 
 def top_alternatives(requests: Sequence[Request], logits: Tensor) -> dict[Request, TopLogprobs]:

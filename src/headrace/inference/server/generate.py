@@ -104,6 +104,7 @@ def _final_choice(
         weight_versions=[WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans],
         stop_reason=result.stop_reason,
         truncated_logprobs=None if body.sampling_params.logprobs is None else result.truncated_logprobs,
+        latents=result.latents,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.inference.backend import GenerationResult, InvalidRequest
-from headrace.inference.schema import PromptTokensDetails, SamplingParams, Usage
+from headrace.inference.schema import LatentParams, PromptTokensDetails, SamplingParams, Usage
 
 MAX_CHOICES = 128
 """Upper limit of `n`."""
@@ -35,6 +35,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    latents: LatentParams | None = None
+    """Not a field of vLLM's or OpenAI's: think in latent space. Only `/inference/v1/generate` returns the latents."""
     spaces_between_special_tokens: Any = None
     presence_penalty: Unsupported = 0
     frequency_penalty: Unsupported = 0

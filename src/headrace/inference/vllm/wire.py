@@ -97,6 +97,9 @@ decode_response = msgspec.json.Decoder(VllmResponse).decode
 def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
     """Raise `InvalidRequest` for requests that vLLM would fail at or change."""
     check_request(token_ids, params, vocab_size, max_model_len)
+    if params.latents is not None:
+        fix = 'Serve the model with inference.engine = "embedded".'
+        raise InvalidRequest("vLLM cannot blend input embeddings while it samples", key="latents", fix=fix)
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(

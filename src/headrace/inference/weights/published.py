@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.inference.colocation import keeps_base_in_memory
+from headrace.inference.latents import read_gates
 from headrace.inference.weights.buffers import free_staging, stage
 from headrace.inference.weights.errors import WeightsError, abbreviate, read_checked_marker
 from headrace.inference.weights.link import Received
@@ -80,7 +81,8 @@ def read_published(
     if is_adapter(directory):
         tensors = _merge_adapter(base, directory, parameters)
         return PublishedWeights(version, actual, tensors, None if base is None else partial(free_staging, base.device))
-    return PublishedWeights(version, actual, dict(read_tensors(sorted(directory.glob("*.safetensors")))))
+    tensors = {**dict(read_tensors(sorted(directory.glob("*.safetensors")))), **read_gates(directory)}
+    return PublishedWeights(version, actual, tensors)
 
 
 def _merge_adapter(base: BaseWeights | None, directory: Path, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -154,6 +156,7 @@ class MergedTensors(Mapping[str, Tensor]):
     def __init__(self, base: BaseWeights, adapter: Adapter, parameters: Mapping[str, Tensor], source: Path) -> None:
         self._base, self._adapter, self._parameters = base, adapter, parameters
         self.shapes = {name: shape for name, (_, shape) in base.places.items() if name in parameters}
+        self._gates = read_gates(source)
         self._matrices = {f"{layer}.weight": matrices for layer, matrices in adapter.layers.items()}
         if unknown := sorted(name for name in self._matrices if name not in self.shapes):
             raise WeightsError(f"{source} changes tensors that {base.directory} does not have: {abbreviate(unknown)}")
@@ -161,6 +164,7 @@ class MergedTensors(Mapping[str, Tensor]):
             shape = [b.shape[0], a.shape[1]]
             if list(self.shapes[name]) != shape:
                 raise WeightsError(f"{source}: its {name} is {shape}, but {[*self.shapes[name]]} in {base.directory}")
+        self.shapes |= {name: tensor.shape for name, tensor in self._gates.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.merged_on(name, self._base.device)
@@ -172,6 +176,8 @@ class MergedTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def merged_on(self, name: str, device: torch.device) -> Tensor:
+        if name in self._gates:
+            return self._gates[name].to(device)
         whole = self._base.tensor(name).to(device, non_blocking=True)
         if name in self._matrices:
             a, b = self._matrices[name]

@@ -5,7 +5,8 @@ device, so that a step can be launched before the output of the last one is read
 
 Long prefills, prompt logprobs and adapters have a second forward, which comes after the graph, when all shared keys and
 values are stored. Requests that truncate the distribution or want top logprobs are sampled from the same logits by
-torch; those with an adapter, whose hooks change layers, are computed without graph and compiled layers.
+torch; those with an adapter, whose hooks change layers, are computed without graph and compiled layers. Requests that
+think in latent space are computed without graph, too: their input embeddings are not those of their tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from headrace.inference.embedded.runner import (
     find_logit_rows,
     finish_prefill,
     key_shapes,
+    next_latents,
+    token_inputs,
     top_alternatives,
 )
 from headrace.inference.embedded.sampling import sample
@@ -131,11 +134,12 @@ class CudaRunner:
             requests = list(self._rows.requests)
             incomplete = {prefill.request for prefill in prefills if prefill.end < len(prefill.request.tokens)}
             rows = [row for row, request in enumerate(requests) if request not in incomplete]
-            parts.append(SampledPart([requests[row] for row in rows] if incomplete else requests, rows, logits, 0))
+            sampling = [requests[row] for row in rows] if incomplete else requests
+            parts.append(SampledPart(sampling, rows, logits, 0, self._model))
         if others:
             requests, prefill_logits = self._prefill(plan, others)
             if prefill_logits is not None:
-                parts.append(SampledPart(requests, range(len(requests)), prefill_logits, self._largest))
+                parts.append(SampledPart(requests, range(len(requests)), prefill_logits, self._largest, self._model))
         host.copy_(self._sampled, non_blocking=True)
         if times is not None:
             times.ended.record()
@@ -147,11 +151,11 @@ class CudaRunner:
 
         Prefills are all of one kind, since they may share blocks that this step computes.
         """
-        if any(request.adapter is not None for request in plan.decodes):
-            others = [chunk for chunk in plan.chunks if not chunk.is_decode or chunk.request.adapter is not None]
-            return [request for request in plan.decodes if request.adapter is None], [], others
+        if not all(map(_fits_graph, plan.decodes)):
+            others = [chunk for chunk in plan.chunks if not (chunk.is_decode and _fits_graph(chunk.request))]
+            return [request for request in plan.decodes if _fits_graph(request)], [], others
         decodes, others = plan.decodes, plan.prefills
-        if any(chunk.request.adapter is not None or chunk.request.lacks_prompt_logprobs for chunk in others):
+        if any(not _fits_graph(chunk.request) or chunk.request.lacks_prompt_logprobs for chunk in others):
             return decodes, [], others
         prefills = [PrefillRow(*chunk[:3]) for chunk in join_chunks(others)]
         for _, second in plan.duplicates:  # its full blocks are those of the first request
@@ -189,7 +193,8 @@ class CudaRunner:
         self._adapters.prepare(step.chunks, step.ids)
         plain = any(chunk.request.adapter is not None for chunk in chunks)
         kept = torch.tensor(rows, dtype=torch.long, device=self._device)
-        logits = self._forward(step, step.ids, step.positions, kept, plain=plain)
+        tokens = token_inputs(self._model, step.chunks, step.ids)
+        logits = self._forward(step, step.ids, step.positions, kept, plain=plain, tokens=tokens)
         requests, logits = finish_prefill(plan, scored, last, logits, self._storage.copy_blocks)
         if not requests:
             return [], None
@@ -200,9 +205,22 @@ class CudaRunner:
         sample_tokens(logits, temperatures, uniforms, self._sampled[:, self._largest :], self._tiles)
         return requests, logits
 
-    def _forward(self, step: Step, ids: Tensor, positions: Tensor, kept: int | Tensor, *, plain: bool) -> Tensor:
-        """Return the logits of the tokens `kept`, 0 for all; `plain` runs layers uncompiled."""
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": kept, "use_cache": False}
+    def _forward(
+        self,
+        step: Step,
+        ids: Tensor,
+        positions: Tensor,
+        kept: int | Tensor,
+        *,
+        plain: bool,
+        tokens: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the logits of the tokens `kept`, 0 for all; `plain` runs layers uncompiled.
+
+        `tokens`: the argument that has the tokens, if it is not `ids`.
+        """
+        inputs = {"position_ids": positions[None], "logits_to_keep": kept, "use_cache": False}
+        inputs |= {"input_ids": ids[None]} if tokens is None else tokens
         layers = None if plain or len(ids) == 1 else self._layers  # one token would need a program of its own
         with current_step(step), nullcontext() if layers is None else layers.compiled():
             logits: Tensor = self._model(**inputs).logits[0]
@@ -279,6 +297,11 @@ class CudaRunner:
         self._storage.restore()
 
 
+def _fits_graph(request: Request) -> bool:
+    """Return whether a request's tokens can be computed by the graph: by the model as it is, from their ids."""
+    return request.adapter is None and request.latents is None
+
+
 class SampledPart(NamedTuple):
     """Requests that one forward sampled for."""
 
@@ -288,6 +311,7 @@ class SampledPart(NamedTuple):
     logits: Tensor
     begin: int
     """Column of the first row's token and logprob among the sampled ones."""
+    model: Any
 
     def output(self, sampled: Tensor) -> StepOutput:
         """Return the tokens in `sampled`; torch samples for requests that truncate."""
@@ -306,7 +330,8 @@ class SampledPart(NamedTuple):
             drawn_columns = torch.stack([column.double() for column in drawn if column is not None], 1)
             for row, (token, logprob, log_mass) in zip(truncating, drawn_columns.tolist(), strict=True):
                 tokens[row], logprobs[row], log_masses[row] = int(token), logprob, log_mass
-        return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits))
+        latents = next_latents(self.model, requests, logits)
+        return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits), latents)
 
 
 class StepTimes(NamedTuple):
@@ -348,6 +373,7 @@ class CudaStep(NamedTuple):
             [logprob for each in outputs for logprob in each.logprobs],
             log_masses,
             {request: top for each in outputs for request, top in each.alternatives.items()},
+            {request: latent for each in outputs for request, latent in each.latents.items()},
         )
 
     def device_seconds(self) -> float:
