@@ -16,7 +16,9 @@ def floats(*values: float) -> np.ndarray:
 
 def cohort(output: list[float], rewards: list[float], context: float = 0, turns: list[float] | None = None) -> Cohort:
     nothing = np.zeros(len(output))
-    return Cohort(floats(*rewards), floats(*output), nothing + context, nothing, floats(*(turns or nothing)))
+    return Cohort(
+        floats(*rewards), floats(*output), nothing + context, nothing, floats(*(turns or nothing)), floats(*output)
+    )
 
 
 def test_a_linear_penalty_grows_with_what_the_model_wrote_and_with_the_pass_rate():

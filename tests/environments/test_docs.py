@@ -11,9 +11,12 @@ from headrace.environments import rewards
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import SHIPPED, load_environment
 from headrace.environments.script import Script, call_tool, play
+from headrace.rollout.checks import check_rollout
+from headrace.rollout.merge import merge_turns
+from headrace.rollout.types import Turn
 
 DOCS = (Path(__file__).parents[2] / "docs" / "how-to/environments.md").read_text()
-SINGLE, SEVERAL, TOOLS = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+SINGLE, SEVERAL, TOOLS, MASKED = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
 async def gold_rewards(source: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
@@ -40,6 +43,34 @@ async def test_the_tool_runs():
     script = Script(lambda m: call_tool("add", a=1234, b=4321) if len(m) == 1 else m[-1]["content"])
     answer = await names["run"](script)
     assert answer.text == "5555"
+
+
+async def test_the_environment_that_excludes_tokens_trains_its_last_reply_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert await gold_rewards(MASKED, "SecondThought", tmp_path, monkeypatch) == [{"right": 1.0}]
+    environment = load_environment("documented:SecondThought", {})
+    script = Script(lambda messages: "42")
+
+    class Sampled:
+        """Replies with tokens: a prompt of one more token than the conversation so far, then two sampled ones."""
+
+        tokens = 0
+
+        async def chat(self, messages, tools=(), max_tokens=None):
+            reply = await script.chat(messages, tools, max_tokens)
+            prompt = list(range(self.tokens + 1))
+            self.tokens = len(prompt) + 2
+            reply.turn = Turn(prompt, [len(prompt), len(prompt) + 1], [-1.0, -1.0], [0, 0], 1.0)
+            return reply
+
+    [task] = tasks_of(environment, "env")
+    [rollout] = await environment.run(task, Sampled())
+    check_rollout(rollout, scored_later=False, vocab_size=100)
+    assert rollout.error is None
+    [sample] = merge_turns(rollout.turns)
+    assert sample.mask.tolist() == [False] * 4 + [True] * 2
+    assert sample.sampled.tolist() == [False, True, True, False, True, True]
 
 
 def test_every_shipped_environment_and_reward_is_listed():

@@ -11,7 +11,7 @@ from headrace.rollout.types import Sample
 
 def observed_sample() -> Sample:
     """A prompt of two, two sampled tokens, an observation, a sampled token."""
-    return Sample([1, 2, 3, 4, 5, 6], [False, False, True, True, False, True], [0.0] * 6, [0] * 6, 2)
+    return Sample([1, 2, 3, 4, 5, 6], [False, False, True, True, False, True], [0.0] * 6, [-1, -1, 0, 0, -1, 0], 2)
 
 
 def test_rl_stamps_nothing():

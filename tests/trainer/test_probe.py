@@ -60,7 +60,7 @@ def test_tokens_that_were_not_sampled_are_not_probed():
     written = make_sample([1, 2, 3], 1)
     written.versions[:] = NOT_SAMPLED
     first_token_alone = make_sample([1, 2], 0)
-    first_token_alone.mask[1] = False
+    first_token_alone.mask[1], first_token_alone.versions[1] = False, NOT_SAMPLED
     samples = [written, first_token_alone, make_sample([1, 2, 3], 3)]
     assert choose([BatchSample(s, "env", i) for i, s in enumerate(samples)], 1, tokens=100, seq_len=64) == []
 

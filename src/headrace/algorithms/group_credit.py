@@ -115,7 +115,7 @@ class GroupCredit:
     def of(self, group: Sequence[RolloutView], tally: Tally) -> np.ndarray:
         """Return one advantage per rollout, float64."""
         cohort = Cohort.of([view.rollout for view in group])
-        lengths = cohort.output_tokens if self._length_weighted else None
+        lengths = cohort.trained_tokens if self._length_weighted else None
         bonuses = [_bonus(term, group) for term in self._terms]
         if self._penalty is not None:
             bonuses.append(self._penalty(cohort, tally))

@@ -58,21 +58,24 @@ class Cohort(msgspec.Struct, frozen=True, eq=False):
 
     rewards: np.ndarray
     output_tokens: np.ndarray
-    """Tokens that the model sampled, over all turns."""
+    """Tokens that the model sampled, over all turns: what they cost does not depend on whether they train."""
     context_tokens: np.ndarray
     """All other tokens of the samples: first prompts and observations."""
     tool_tokens: np.ndarray
     """Tokens of tool responses; of all observations if the renderer does not report roles."""
     turns: np.ndarray
+    trained_tokens: np.ndarray
+    """Sampled tokens that train."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Cohort:
         return cls(
             np.array([rollout.reward for rollout in rollouts], np.float64),
             np.array([rollout.completion_tokens for rollout in rollouts], np.float64),
-            np.array([sum(np.count_nonzero(~s.mask) for s in rollout.samples) for rollout in rollouts], np.float64),
+            np.array([sum(np.count_nonzero(~(s.mask | s.sampled)) for s in r.samples) for r in rollouts], np.float64),
             np.array([_tool_tokens(rollout) for rollout in rollouts], np.float64),
             np.array([len(rollout.turns) for rollout in rollouts], np.float64),
+            np.array([rollout.trained_tokens for rollout in rollouts], np.float64),
         )
 
     @property

@@ -50,18 +50,19 @@ class _OpenSample:
 
     def _append_unsampled(self, count: int) -> None:
         zeros = np.zeros(count, np.float32)
-        self._append(count, False, zeros, np.full(count, NOT_SAMPLED, np.int32))
+        self._append(np.zeros(count, np.bool_), zeros, np.full(count, NOT_SAMPLED, np.int32))
         self._truncated.append(zeros)
 
     def _append_sampled(self, turn: Turn) -> None:
-        self._append(len(turn.completion_ids), True, turn.logprobs, turn.versions)
+        mask = np.ones(len(turn.completion_ids), np.bool_) if turn.mask is None else turn.mask
+        self._append(mask, turn.logprobs, turn.versions)
         self._is_truncated |= turn.truncated_logprobs is not None
         # Without top-p and top-k the two are equal.
         self._truncated.append(turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs)
 
-    def _append(self, count: int, sampled: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.length += count
-        self._masks.append(np.full(count, sampled))
+    def _append(self, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        self.length += len(mask)
+        self._masks.append(mask)
         self._logprobs.append(logprobs)
         self._versions.append(versions)
 

@@ -10,11 +10,15 @@ from headrace.rollout.types import KNOWN_STREAMS, Rollout, Sample
 
 
 def route_actions(sample: Sample, component: Literal["rl", "ce", "ref_kl"]) -> None:
-    """Assign the sampled tokens to `component`.
+    """Assign the sampled tokens that train to `component`.
 
     `rl` is the default and needs no stream. For another component they get rl weight 0 and weight 1.0 there. Weights
     that an algorithm has written are kept, zeros included, unless they select only tokens that were not sampled.
+    Sampled tokens that their environment excludes get weight 0, whatever the algorithm wrote.
     """
+    excluded = sample.sampled & ~sample.mask
+    for name in [name for name in sample.streams if name.endswith("_weights")] if excluded.any() else ():
+        sample.set_stream(name, np.where(excluded, np.float32(0), sample.streams[name]))
     if component == "rl":
         return
     zeros = np.zeros(len(sample), np.float32)

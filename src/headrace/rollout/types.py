@@ -72,6 +72,8 @@ class Turn(msgspec.Struct, eq=False):
     """Per token of the prompt, the index of its role in `ROLES`; None if the renderer does not report roles."""
     latents: np.ndarray | None = None
     """[completion tokens, hidden size]: the stream of latents; None without these."""
+    mask: np.ndarray | None = None
+    """Per token of the completion, whether it trains, as the environment decides; None: all do."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -100,12 +102,25 @@ class Turn(msgspec.Struct, eq=False):
             self.latents = np.asarray(self.latents, np.float16)
             if self.latents.ndim != 2 or len(self.latents) != len(self.logprobs):
                 raise ValueError(f"a turn of {len(self.logprobs)} tokens has latents of shape {self.latents.shape}")
+        if self.mask is not None:
+            mask = np.asarray(self.mask)
+            if mask.shape != self.logprobs.shape or not np.isin(mask, (0, 1)).all():
+                raise ValueError(
+                    f"a turn of {len(self.logprobs)} tokens has a mask of shape {mask.shape} and type {mask.dtype}: "
+                    "give one boolean per token of the completion"
+                )
+            self.mask = mask.astype(np.bool_)
+
+    @property
+    def trained_tokens(self) -> int:
+        return len(self.completion_ids) if self.mask is None else int(np.count_nonzero(self.mask))
 
 
 class Sample(msgspec.Struct):
     """One training sequence: a first prompt, then completions and the observations between them.
 
-    Every array and every stream has the length of `token_ids`; a stream that the trainer does not know, and the one of
+    `mask` marks the tokens that train: those of completions, except where their turn's mask is false. Every array and
+    every stream has the length of `token_ids`; a stream that the trainer does not know, and the one of
     latents, may have a row of numbers per token. `obs_spans` rows are (start within the completion, turn
     index, start within that turn's prompt, length): tokens between two completions that were not sampled.
     """
@@ -130,6 +145,11 @@ class Sample(msgspec.Struct):
     @property
     def completion_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Which tokens the policy sampled, whether they train or not, bool."""
+        return np.asarray(self.versions != NOT_SAMPLED)
 
     @property
     def rl_members(self) -> np.ndarray:
@@ -215,6 +235,11 @@ class Rollout(msgspec.Struct):
         return sum(len(turn.completion_ids) for turn in self.turns)
 
     @property
+    def trained_tokens(self) -> int:
+        """Those of them that train."""
+        return sum(turn.trained_tokens for turn in self.turns)
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled any of its tokens; None if the policy sampled none."""
         return min((int(versions.min()) for versions in self._versions()), default=None)
@@ -232,7 +257,7 @@ class Rollout(msgspec.Struct):
 
     @property
     def mean_advantage(self) -> float | None:
-        """Mean over the tokens that the policy sampled; None without advantages."""
+        """Mean over the tokens that train; None without advantages."""
         credit = [s.streams["advantages"][s.mask] for s in self.samples if "advantages" in s.streams]
         tokens = sum(len(values) for values in credit)
         return float(sum(values.sum() for values in credit)) / tokens if tokens else None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace.rollout.batch import Batch, BatchSample
-from headrace.rollout.types import NOT_SAMPLED, Sample
+from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
@@ -60,8 +60,11 @@ def choose(samples: Sequence[BatchSample], step: int, *, tokens: int, seq_len: i
 
 
 def sampled_indices(sample: Sample) -> np.ndarray:
-    """Return the indices of sampled tokens, except for the first token, which is not predicted."""
-    sampled = sample.mask & (sample.versions != NOT_SAMPLED)
+    """Return the indices of sampled tokens, except for the first token, which is not predicted.
+
+    Also of those that do not train: an engine that computes them differently has a fault all the same.
+    """
+    sampled = sample.sampled
     sampled[:1] = False
     return np.flatnonzero(sampled)
 

@@ -38,7 +38,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "rollout": (_INTEGER, "number of the rollout in the batch, which is its row in rollouts/step-N.parquet"),
     "position": (_INTEGER, "place in the sample, from 0"),
     "token_id": (_INTEGER, "the token"),
-    "loss_mask": (_FLAG, "whether the policy sampled it"),
+    "loss_mask": (_FLAG, "whether the policy sampled it and its environment lets it train"),
     "temperature": (_NUMBER, "temperature of sampling, at which both logprobs are"),
     "version": (_INTEGER, "policy version that sampled it; null: none did"),
     "advantages": (_NUMBER, "credit; null: the sample has none, which counts as 0"),

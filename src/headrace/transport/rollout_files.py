@@ -431,6 +431,7 @@ def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Tur
     """Return the turn that sampled the tokens from `start` to `end` of the sample's completion."""
     cut, end = sample.prompt_length + start, sample.prompt_length + end
     truncated, latents = sample.streams.get(TRUNCATED), sample.streams.get(LATENTS)
+    mask = sample.mask[cut:end]
     return Turn(
         sample.token_ids[:cut],
         sample.token_ids[cut:end],
@@ -440,6 +441,7 @@ def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Tur
         truncated_logprobs=None if truncated is None else truncated[cut:end],
         prompt_roles=None if roles is None else roles[:cut],
         latents=None if latents is None else latents[cut:end],
+        mask=None if mask.all() else mask,
     )
 
 

@@ -220,6 +220,7 @@ def make_cases(fixtures: Fixtures, data: dict[str, Any], seed: int = 0) -> list[
         answers(HUGE_REWARDS, [HUGE, -HUGE, 1, 0]),
         case("an empty completion", [author.answer(1, ""), author.answer(0), author.answer(1), author.answer(0, "")]),
         case("only empty completions", [author.answer(reward, "") for reward in (1, 0)]),
+        case("untrained tokens", [author.partly_trained(reward) for reward in (1, 0, 0.5)], plain=True),
         case("cut off", [author.answer(1, "x" * SEQ_LEN), author.answer(0), author.answer(0, "y" * SEQ_LEN)]),
     ]  # fmt: skip
 
@@ -253,6 +254,13 @@ class Author:
             turns.append(self._turn(prompt, reply := self._words()))
             messages += [message, _assistant(reply)]
         return _finished(reward, turns, messages)
+
+    def partly_trained(self, reward: float) -> Rollout:
+        """Return a rollout of three turns, of which the first does not train, and the last without its first token."""
+        turns = (rollout := self.talk(reward)).turns
+        turns[0].mask = np.zeros(len(turns[0].completion_ids), np.bool_)
+        turns[-1].mask = np.arange(len(turns[-1].completion_ids)) > 0
+        return _finished(reward, turns, rollout.messages)
 
     def rewritten(self, reward: float) -> Rollout:
         """Return a rollout of two turns with separate prompts, so that each turn is its own sample."""

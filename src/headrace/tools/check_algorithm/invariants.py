@@ -157,7 +157,7 @@ async def zero_sum(runner: AlgorithmRunner) -> Verdict:
     over_tokens = runner.promises.length_weighted
 
     async def remainder(case: Case) -> str:
-        weights = [rollout.completion_tokens if over_tokens else 1 for rollout in case.rollouts]
+        weights = [rollout.trained_tokens if over_tokens else 1 for rollout in case.rollouts]
         shares = [w * mean(values) for w, values in zip(weights, credit(runner.result_alone(case)), strict=True)]
         if abs(math.fsum(shares)) <= ROUNDING * max(1.0, *map(abs, shares)):
             return ""
