@@ -1,0 +1,33 @@
+"""Effects from papers, in miniature: run one experiment and print its tables with the verdict on each claim.
+
+    python -m benchmarks.science max_rl
+    python -m benchmarks.science max_rl --seeds 101 102 --output outputs/science-tuning
+
+The result goes to docs/explanation/science.md with seeds 1 to 5, which no setting was chosen with. A run that is in
+`--output` is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.science.frame import SEEDS, report, run_all
+
+NAMES = ("distillation", "staleness", "max_rl", "lambda_sweep", "length_penalty")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--output", type=Path, default=Path("outputs/science"))
+    options = parser.parse_args()
+    experiment = import_module(f"benchmarks.science.{options.name}").EXPERIMENT
+    runs = run_all(experiment, options.output / options.name, options.seeds)
+    report(experiment, runs, options.output, options.name)
+
+
+if __name__ == "__main__":
+    main()
