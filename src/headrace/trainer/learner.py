@@ -10,16 +10,19 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from headrace.config.model import LatentsConfig
 from headrace.config.trainer import ReferenceConfig, TrainingConfig
 from headrace.errors import BadInput, Failure
 from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.latents import is_gate
+from headrace.inference.schema import LatentParams
 from headrace.machine import free_memory
 from headrace.rollout.batch import DamagedFile
 from headrace.rollout.packing import pack, pack_for_worker
@@ -82,7 +85,7 @@ class Learner:
             dtype = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
         same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
         same |= {"activation_checkpointing", "activation_offload"}
-        adapter, optim = config.lora, config.optim
+        adapter, optim, latents = config.lora, config.optim, config.model.latents
         # A checkpoint of an adapter lacks its base, and one of all parameters the start that a reference is.
         from_start = start is None or adapter is not None or reference is not None
         self.model = PackedModel(
@@ -97,6 +100,7 @@ class Learner:
             trust_remote_code=config.model.trust_remote_code,
             load=from_start,
             lora=None if adapter is None else {**adapter.model_dump(exclude={"save_merged"}), "seed": config.seed},
+            latents=None if latents is None else LatentParams(**latents.request),
         )
         settings = optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
         self.optimizer = Optimizer(
@@ -104,6 +108,7 @@ class Learner:
             update_rule(optim.type, self.model.module, **settings),
             max_grad_norm=optim.max_grad_norm or None,
             offload_state=optim.offload_state,
+            lr_factors=None if latents is None else gate_factors(self.model.named_parameters(), latents, optim.lr),
         )
         self.reference = None if reference is None else ReferenceWeights(self.model, reference.every)
         self.state = TrainState() if start is None else self._load(start)
@@ -255,6 +260,15 @@ class Learner:
             self.ranks.write_directory(path.with_name("adapter"), self.model.save_for_engine)
 
 
+def gate_factors(parameters: Iterable[str], latents: LatentsConfig, lr: float) -> dict[str, float]:
+    """Return the learning rates of gates as multiples of `lr`."""
+    return {
+        name: (latents.retention_lr if name.endswith(".retention") else latents.gates_lr) / lr
+        for name in parameters
+        if is_gate(name)
+    }
+
+
 def _shape(adapter: AdapterConfig | None) -> str:
     if adapter is None:
         return "no adapter"
@@ -343,7 +357,8 @@ def export(
     files = source / checkpoint.MODEL
     if adapter_only and not is_adapter(files):
         raise BadInput("has no adapter: the run trained all parameters", key="--adapter", value=source)
-    model = _exported_model(files, trust_remote_code)
+    with_gates = any(is_gate(name.removeprefix(MODEL)) for name in checkpoint.saved_names(source))
+    model = _exported_model(files, trust_remote_code, LatentParams() if with_gates else None)
     checkpoint.load_tensors(source, prefixed(MODEL, model.learned()))
     if adapter_only:
         write_directory(target, model.save_for_engine)
@@ -354,15 +369,15 @@ def export(
     write_directory(target, lambda draft: model.save(draft, getattr(torch, dtype)))
 
 
-def _exported_model(files: Path, trust_remote_code: bool) -> PackedModel:
+def _exported_model(files: Path, trust_remote_code: bool, latents: LatentParams | None) -> PackedModel:
     """Return the model to load a checkpoint's tensors into; with an adapter, its base model is loaded."""
     ranks = Ranks(torch.device("cpu"))  # GPUs may be in use
     if not is_adapter(files):
-        return PackedModel(files, ranks, load=False, trust_remote_code=trust_remote_code)
+        return PackedModel(files, ranks, load=False, trust_remote_code=trust_remote_code, latents=latents)
     adapter = read_config(files / CONFIG)
     if adapter.base_model_name_or_path is None:
         raise BadInput("has no base_model_name_or_path", file=files / CONFIG)
     lora = {name: getattr(adapter, name) for name in ("r", "target_modules", "use_rslora")}
     lora["alpha"] = adapter.lora_alpha
     base = model_directory(adapter.base_model_name_or_path)
-    return PackedModel(base, ranks, lora=lora, trust_remote_code=trust_remote_code)
+    return PackedModel(base, ranks, lora=lora, trust_remote_code=trust_remote_code, latents=latents)

@@ -16,13 +16,24 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.latents import (
+    add_gates,
+    expected_embeddings,
+    gaussian_logprobs,
+    input_embeddings,
+    is_gate,
+    noise_scale,
+    write_gates,
+)
 from headrace.inference.model_shape import check_weights
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
+from headrace.inference.schema import LatentParams
 from headrace.rollout.packing import Cost, cost_of_model
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
@@ -76,12 +87,14 @@ class PackedModel:
         trust_remote_code: bool = False,
         load: bool = True,
         lora: Mapping[str, Any] | None = None,
+        latents: LatentParams | None = None,
     ) -> None:
         """`memory`: bytes of the GPU that a step may use, parameters included; None for the free memory.
 
         `training_bytes`: bytes of gradient and optimizer state per trained parameter on the GPU. The memory of
         `engines` on the same GPU is left to them, also before they start. `longest`: maximum tokens of a sequence.
-        `load`: whether to read the directory's tensors; a checkpoint is loaded later.
+        `load`: whether to read the directory's tensors; a checkpoint is loaded later. `latents`: how the policy thinks
+        in latent space, if it does.
         """
         self.ranks = ranks = ranks or Ranks()
         self.directory, self.device, self.dtype = directory, ranks.device, dtype
@@ -98,6 +111,8 @@ class PackedModel:
         self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
         if base_dtype != torch.float32:  # the residual stream is float32 nevertheless
             self.module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
+        if latents is not None and latents.kind == "hybrid":
+            add_gates(self.module, directory)
         self.module.train()
         self._layers = list(_layers(self.module))
         parameters = self.module.parameters()
@@ -112,7 +127,9 @@ class PackedModel:
         """Whether layers are compiled at their first forward pass."""
         if ranks.size == 1:
             accumulate_in_place(self.module.get_input_embeddings())
-        self._scorer = _Scorer(self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=ranks.size == 1)
+        self._scorer = _Scorer(
+            self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=ranks.size == 1, latents=latents
+        )
         self._autocast = dtype == torch.bfloat16 and ranks.size == 1
         if ranks.size > 1:
             _ = self.plan  # wraps the layers, which must come before sharding
@@ -139,12 +156,20 @@ class PackedModel:
         return make_row(sequences, self.device, self.kernel)
 
     def score(
-        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
+        self,
+        row: PackedRow,
+        predictors: torch.Tensor,
+        labels: torch.Tensor,
+        temperatures: torch.Tensor,
+        latents: torch.Tensor | None = None,
     ) -> Scores:
-        """Return logprob and entropy of `labels`; `predictors` are the row indices that predict them."""
+        """Return logprob and entropy of `labels`; `predictors` are the row indices that predict them.
+
+        `latents` are those of the labels, if they have any.
+        """
         _ = self.plan
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            return self._scorer(row, predictors, labels, temperatures)  # type: ignore[no-any-return]
+            return self._scorer(row, predictors, labels, temperatures, latents)  # type: ignore[no-any-return]
 
     def logprobs(
         self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
@@ -186,9 +211,10 @@ class PackedModel:
         if self.adapter is None:
             self.save(directory, self.dtype)
             return
-        matrices = {name: whole(tensor) for name, tensor in self.learned().items()}
+        trained = {name: whole(tensor) for name, tensor in self.learned().items()}
         if self.ranks.first:
-            write_adapter(directory, Adapter(self.adapter, adapter_layers(matrices)))
+            write_adapter(directory, Adapter(self.adapter, adapter_layers(trained)))
+            write_gates(directory, trained)
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face directory, complete on return. Every rank must call it.
@@ -199,7 +225,12 @@ class PackedModel:
             self.files.write(directory, dtype)
         self.ranks.wait_for_all()
         merge = partial(merged_parameters, scaling=1.0 if self.adapter is None else self.adapter.scaling)
-        write_tensors(directory, self.module, self.tensors(), dtype, self.ranks, merge)
+        tensors = self.tensors()
+        gates = {name: whole(tensor) for name, tensor in tensors.items() if is_gate(name)}
+        others = {name: tensor for name, tensor in tensors.items() if name not in gates}
+        write_tensors(directory, self.module, others, dtype, self.ranks, merge)
+        if self.ranks.first:
+            write_gates(directory, gates)
 
     def _make_plan(self) -> MemoryPlan:
         """Return a plan for the free memory; on a CPU nothing is recomputed unless configured."""
@@ -259,21 +290,36 @@ class Scores(NamedTuple):
     entropy: torch.Tensor
     zero: torch.Tensor
     """A zero that depends on every parameter, so that ranks without trained tokens run backward, too."""
+    gates: dict[str, torch.Tensor]
+    """For a model with gates: their values at each token with a latent."""
 
 
 class _Scorer(torch.nn.Module):
     """The model and its lm-head as one module: FSDP gathers parameters only inside a module's forward pass."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, fp32: bool, chunk: int, in_place: bool) -> None:
+    def __init__(
+        self, model: Any, dtype: torch.dtype, fp32: bool, chunk: int, *, in_place: bool, latents: LatentParams | None
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._latents = model, latents
         self._dtype, self._fp32, self._chunk, self._in_place = dtype, fp32, chunk, in_place
         self.keeps_logits = False
 
     def forward(
-        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
+        self,
+        row: PackedRow,
+        predictors: torch.Tensor,
+        labels: torch.Tensor,
+        temperatures: torch.Tensor,
+        latents: torch.Tensor | None,
     ) -> Scores:
-        hidden = hidden_states(self.model, row).to(self._dtype)
+        tokens, gates = {"input_ids": row.token_ids}, dict[str, torch.Tensor]()
+        if self._latents is not None:  # on every rank, also where no token of the row has one
+            size = self.model.get_input_embeddings().embedding_dim
+            blended = row.token_ids.new_zeros(row.token_ids.shape[1], size) if row.latents is None else row.latents
+            embeddings, gates = input_embeddings(self.model, row.token_ids[0], blended)
+            tokens = {"inputs_embeds": embeddings[None]}
+        hidden = hidden_states(self.model, row, **tokens).to(self._dtype)
         head = self.model.get_output_embeddings().weight
         logprobs, entropy = label_logprobs(
             hidden.index_select(0, predictors),
@@ -284,12 +330,28 @@ class _Scorer(torch.nn.Module):
             fp32=self._fp32,
             in_place=self._in_place and head.requires_grad,
         )
-        return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum())
+        if latents is not None and self._latents is not None and self._latents.kind == "soft":
+            soft = torch.nonzero(latents.any(-1))[:, 0]
+            own = self._soft_logprobs(hidden.index_select(0, predictors[soft]), latents[soft], self._latents)
+            logprobs = logprobs.index_copy(0, soft, own.to(logprobs.dtype))
+        return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum(), gates)
+
+    def _soft_logprobs(self, hidden: torch.Tensor, latents: torch.Tensor, params: LatentParams) -> torch.Tensor:
+        """Return the logprobs of soft thoughts; each chunk of logits is computed again in the backward pass."""
+        head, table = self.model.get_output_embeddings().weight, self.model.get_input_embeddings().weight
+        sigma = noise_scale(table, params)
+
+        def logprobs(hidden: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+            expected = expected_embeddings(hidden @ head.to(hidden.dtype).t(), table, params)
+            return gaussian_logprobs(latents, expected, sigma)
+
+        pairs = zip(torch.split(hidden, self._chunk), torch.split(latents, self._chunk), strict=True)
+        return torch.cat([checkpoint(logprobs, *pair, use_reentrant=False) for pair in pairs])
 
 
-def hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
-    """Return the last hidden state of each token of the row: [tokens, hidden]."""
-    inputs = {"input_ids": row.token_ids, "position_ids": row.position_ids, "layout": row.layout}
+def hidden_states(model: Any, row: PackedRow, **tokens: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden state of each token of the row: [tokens, hidden]; `tokens` replace its ids."""
+    inputs = {**(tokens or {"input_ids": row.token_ids}), "position_ids": row.position_ids, "layout": row.layout}
     return model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
 
 

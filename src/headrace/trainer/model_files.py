@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from headrace.inference.latents import is_gate
 from headrace.trainer.host_copies import STREAM_BUCKETS
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tensor_files import TensorFileWriter
@@ -100,13 +101,17 @@ def whole_layers(
 ) -> Iterator[Tensors]:
     """Yield full tensors in the format of files, one layer at a time; called on every rank.
 
+    Gates of latents stay float32.
+
     Yields the share of number `keeper` of `keepers`; None yields nothing, and only takes part in gathering.
     """
     for names, owner in _shares(tensors, keepers):
         layer = {name: whole(tensors[name]) for name in names}
         if owner == keeper:
             full = transform(layer).items()
-            converted = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in full}
+            converted = {
+                n: tensor.to(dtype) if tensor.is_floating_point() and not is_gate(n) else tensor for n, tensor in full
+            }
             yield revert_weight_conversion(module, converted)
 
 

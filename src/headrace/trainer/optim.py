@@ -1,15 +1,15 @@
 """Optimizers and learning-rate schedules. A gradient that is not finite is never applied.
 
 An update rule makes torch optimizers for parameters by name. Every rule treats each parameter separately, so that its
-state can be saved and moved to the GPU by parameter. Left out on purpose: a learning rate per kind of parameter, since
-Muon's updates have the scale of AdamW's.
+state can be saved and moved to the GPU by parameter. One learning rate serves all, since Muon's updates have the scale
+of AdamW's; only parameters that are added to a model have their own.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headrace.errors import BadInput
+from headrace.inference.latents import is_gate
 from headrace.trainer import adam8bit
 from headrace.trainer.adam8bit import Adam8bit
 from headrace.trainer.host_arena import HostArena
@@ -131,7 +132,8 @@ def hidden_matrices(module: torch.nn.Module) -> set[str]:
     other = [part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.Conv1d)]
     other.append(module.get_output_embeddings())  # type: ignore[operator]
     tables = {parameter for part in other for parameter in part.parameters()}
-    return {name for name, value in module.named_parameters() if value.ndim in (2, 3) and value not in tables}
+    named = module.named_parameters()
+    return {n for n, value in named if value.ndim in (2, 3) and value not in tables and not is_gate(n)}
 
 
 class Optimizer:
@@ -147,13 +149,23 @@ class Optimizer:
         *,
         max_grad_norm: float | None = 1.0,
         offload_state: bool = False,
+        lr_factors: Mapping[str, float] | None = None,
     ) -> None:
+        """`lr_factors`: by name, of parameters whose learning rate is a multiple of that of the others."""
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
         self.skipped = 0
         self._offloads = offload_state and any(p.device.type != "cpu" for p in parameters.values())
-        groups = [{name: p} for name, p in parameters.items()] if self._offloads else [parameters]
+        by_factor: dict[float, list[Parameters]] = {}
+        for name, parameter in parameters.items():
+            groups = by_factor.setdefault((lr_factors or {}).get(name, 1.0), [])
+            if self._offloads or not groups:
+                groups.append({})
+            groups[-1][name] = parameter
         self._host = HostArena()
-        self._parts = [part for group in groups for part in rule(group)]
+        self._factors = {
+            part: factor for factor, groups in by_factor.items() for group in groups for part in rule(group)
+        }
+        self._parts = [*self._factors]
         self._part_of = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
 
     def step(self, lr: float) -> float:
@@ -221,7 +233,7 @@ class Optimizer:
     def _update(self, lr: float) -> None:
         for part in self._parts:
             for group in part.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * self._factors[part]
             if self._offloads:
                 for parameter, state in part.state.items():
                     state.update({key: value.to(parameter.device, non_blocking=True) for key, value in state.items()})

@@ -152,8 +152,10 @@ class TrainStep:
         trace: TokenTrace | None,
     ) -> Tensor:
         """Return a micro-batch's share of the step's loss."""
-        logprobs, entropy, total = self.model.score(batch.row, batch.predictors, batch.labels, batch.temperatures)
-        sums.add({"entropy": (entropy.sum(), torch.full((), len(entropy), device=entropy.device))})
+        scores = self.model.score(batch.row, batch.predictors, batch.labels, batch.temperatures, batch.latents)
+        logprobs, entropy, total, gates = scores
+        sums.add({f"latents/{name}": _sum_and_count(values) for name, values in gates.items()})
+        sums.add({"entropy": _sum_and_count(entropy)})
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
         masked: dict[str, Tensor | None] = {}
@@ -185,6 +187,10 @@ class TrainStep:
         samples = tokens.sources[np.searchsorted(tokens.starts, batch.scored, side="right") - 1]
         numbers = np.array([names.index(env) for env in envs])[samples]
         return {name: on_device(numbers == number, batch.predictors.device) for number, name in enumerate(names)}
+
+
+def _sum_and_count(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.sum(), torch.full((), len(values), device=values.device)
 
 
 class _Sums:

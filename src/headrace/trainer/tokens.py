@@ -43,6 +43,8 @@ class MicroBatch:
     scored: np.ndarray
     sequences: torch.Tensor
     """For each scored token, the number of its sequence in the micro-batch."""
+    latents: torch.Tensor | None = None
+    """[scored tokens, hidden size]: the latents of the labels; None if the step has none."""
 
 
 class StepTokens:
@@ -164,6 +166,7 @@ class StepTokens:
             on_device(self.temperatures[scored], device),
             scored,
             on_device(np.repeat(np.arange(len(group)), np.fromiter(map(len, targets), np.int64)), device),
+            None if self.latents is None else on_device(self.latents[scored], device),
         )
 
 
