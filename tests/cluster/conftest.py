@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from headrace.transport.run_dir import RunDir
+from tests.cluster import demo
 from tests.cluster.hosts import HostSet, missing_for_hosts
 from tests.cluster.slurm import SlurmCluster, missing_for_slurm
+
+
+@pytest.fixture(scope="session")
+def started_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with which the demo begins, after a part of its supervised training."""
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    demo.headrace("sft", demo.EXAMPLE / "sft.toml", "--max_steps", demo.SFT_STEPS, "--output_dir", folder)
+    return RunDir(folder).final_model
 
 
 @pytest.fixture

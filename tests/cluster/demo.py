@@ -13,6 +13,7 @@ from tests.cluster.hosts import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "reverse-text"
 SFT_STEPS = 60
+"""Enough for a model that sometimes gets a letter right."""
 OPTIONS = {
     "max_steps": 4,
     "seed": 5,
@@ -23,12 +24,6 @@ OPTIONS = {
     "launch.threads": 1,
 }
 """Without asynchrony a run is a function of its seed, its ranks and its servers."""
-
-
-def train_model(folder: Path) -> Path:
-    """Return a model that sometimes gets a letter right."""
-    headrace("sft", EXAMPLE / "sft.toml", "--max_steps", SFT_STEPS, "--output_dir", folder)
-    return RunDir(folder).final_model
 
 
 def write_run_file(path: Path, model: Path) -> Path:

@@ -54,11 +54,10 @@ class Lines:
         raise AssertionError(f"the program has ended: {''.join(self._seen)}")
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def run_file(tmp_path: Path, started_model: Path) -> Path:
     """The run file of the demo, with a model that exists."""
-    folder = tmp_path_factory.mktemp("demo")
-    return demo.write_run_file(folder / "rl.toml", demo.train_model(folder / "sft"))
+    return demo.write_run_file(tmp_path / "rl.toml", started_model)
 
 
 def test_a_submitted_job_makes_the_same_batches_as_a_local_run(cluster: RayCluster, run_file: Path, tmp_path: Path):

@@ -27,16 +27,6 @@ REPRODUCIBLE = ("--orchestrator.max_async_level", 0, "--launch.trainer_processes
 NODES = ("--launch.trainer_nodes", 2, "--launch.inference_nodes", 2)
 
 
-@pytest.fixture(scope="session")
-def started_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with which the demo begins, after a part of its supervised training."""
-    directory = tmp_path_factory.mktemp("sft")
-    file = DEMO.with_name("sft.toml")
-    code, output = headrace("sft", file, "--output_dir", directory / "run", "--max_steps", 100, timeout=300)
-    assert code == 0, output
-    return RunDir(directory / "run").final_model
-
-
 def test_the_demo_on_four_hosts_loses_one_and_has_the_batches_of_one_machine(
     slurm: SlurmCluster, hosts: HostSet, tmp_path: Path, started_model: Path
 ):
