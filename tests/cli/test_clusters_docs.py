@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from headrace.cli.main import main, parse
+from headrace.config.launch import LaunchConfig
 from headrace.launch.manifest import DRIVER_PORT
-from headrace.launch.node import REJOIN_S
 from headrace.launch.node_messages import LEASE_S
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
@@ -83,5 +83,5 @@ def test_the_manifest_has_the_objects_of_the_page(run_file: Path, tmp_path: Path
 
 def test_the_times_and_ports_are_those_of_the_code():
     assert f"after {LEASE_S:g} s without an answer" in PAGE
-    assert f"up to {REJOIN_S:g} s later" in PAGE
+    assert f"up to {LaunchConfig().rejoin_timeout:g} s later" in PAGE
     assert f"{DRIVER_PORT} on Kubernetes" in PAGE

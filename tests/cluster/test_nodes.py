@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,13 @@ class Run:
         )
         self._agents: list[subprocess.Popen[str]] = []
 
-    def join(self, *numbers: int, env: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    def join(
+        self, *numbers: int, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> list[subprocess.Popen[str]]:
         agents = []
         for number in numbers:
             with open(self.output(number), "ab") as output:
-                command = [sys.executable, "-m", "headrace", "node", self.root]
+                command = [*prefix, sys.executable, "-m", "headrace", "node", self.root]
                 agents.append(self._hosts[number].popen(*command, env=env, output=output))
         self._agents += agents
         return agents
@@ -130,6 +133,14 @@ def test_a_name_that_does_not_resolve_and_a_closed_port_are_named_by_host(run: R
     run.join(1)
     error = run.failure(2)
     assert all(word in error for word in ("1 of 2 hosts", "login-1 does not resolve on host host4", "host5"))
+
+
+@misuse
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed: make test-cluster installs it")
+@pytest.mark.parametrize(("offset", "side"), [("+60s", "ahead"), ("-60s", "behind")])
+def test_a_clock_that_is_wrong_is_named(run: Run, offset: str, side: str):
+    run.join(2, prefix=("faketime", "-f", offset), env={"DONT_FAKE_MONOTONIC": "1"})
+    assert all(word in run.failure(1) for word in ("clock", "host2", side))
 
 
 def test_a_cut_link_costs_a_host_its_processes_and_it_comes_back(run: Run, hosts: HostSet):

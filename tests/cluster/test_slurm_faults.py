@@ -57,6 +57,15 @@ def test_a_job_at_its_time_limit_is_queued_again_and_continues(slurm: SlurmClust
     assert run.trained_steps() == list(range(1, MAX_STEPS + 1))
 
 
+def test_a_time_limit_before_the_first_step_is_a_requeue(slurm: SlurmCluster, submit: Submit):
+    run = submit(*FOUR_HOSTS, "--launch.slurm.time", 2, "--launch.slurm.signal_before", 119, max_steps=4)
+    run.wait_until(lambda: run.info()["Restarts"] == "1", "the job to be queued again", timeout=180)
+    assert run.step() == 0
+    slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
+    run.wait_for_restart()
+    run.check_finished(4, TIMEOUT_S)
+
+
 def minutes_of(run: SlurmRun) -> int:
     """Return how many minutes the job has been running."""
     clock = run.info()["RunTime"].rpartition("-")[2]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import HostSet
+from headrace.transport.run_dir import RunDir
+from tests.cluster.demo import batch_digests
+from tests.cluster.hosts import HostSet, wait_for
 from tests.cluster.slurm import SlurmCluster
 from tests.end_to_end.runs import write_run_file
 
@@ -53,3 +55,33 @@ def test_a_host_of_the_job_that_does_not_share_the_folder_is_named(
     run = ["rl", file, "--launch.on", "slurm", "--launch.trainer_nodes", 2, "--launch.inference_nodes", 2]
     output = slurm.run("salloc", "--nodes=4", *HEADRACE, *run, check=False)
     assert "host5" in output.partition("on 4 hosts")[2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_sweep_is_a_job_array_whose_tasks_are_its_runs(slurm: SlurmCluster, tmp_path: Path, tiny_model: Path):
+    write_run_file(tmp_path, tiny_model)
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(f"run: rl.toml\noutput_dir: {tmp_path / 'sweep'}\ngrid: {{seed: [1, 2]}}\n")
+    words = (
+        "sweep",
+        sweep,
+        "--launch.on",
+        "slurm",
+        "--overrides.max_steps",
+        2,
+        "--overrides.orchestrator.eval.interval",
+        9,
+    )
+    output = slurm.run(*HEADRACE, *words)
+    job = output.partition("submitted job ")[2].split()[0]
+    wait_for(lambda: slurm.run("squeue", "--noheader", f"--jobs={job}", check=False) == "", "both tasks", timeout=240)
+    runs = [RunDir(path.parent) for path in sorted((tmp_path / "sweep").glob("*/config.toml"))]
+    assert [run.latest_checkpoint_step() for run in runs] == [2, 2]
+    assert len({batch_of(run) for run in runs}) == 2  # of two seeds
+    assert "finished" in slurm.run(*HEADRACE, *words, "--report")
+
+
+def batch_of(run: RunDir) -> str:
+    """Return the digest of the first batch of a run."""
+    return batch_digests(run.root)["batches/step-00000001.safetensors"]

@@ -1,6 +1,7 @@
 """Real node agents and a driver over loopback: processes, losses of hosts, their return, misuse."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+import headrace
 from headrace.cli.main import main
 from headrace.config.launch import LaunchConfig
 from headrace.errors import BadInput
 from headrace.launch.addresses import find_free_ports
 from headrace.launch.driver_client import DriverClient, RefusedByDriver, find_driver
 from headrace.launch.errors import LaunchError
-from headrace.launch.hosts.nodes import open_hosts
+from headrace.launch.hosts.nodes import NodeHosts, open_hosts
 from headrace.launch.node import NodeAgent
 from headrace.launch.node_messages import Announcement, News
 from headrace.launch.placement import Needs
@@ -60,6 +62,42 @@ def test_the_launcher_listens_at_its_port_until_the_hosts_are_closed(tmp_path: P
             hosts.wait_until_ready()
     with pytest.raises(httpx.ConnectError):
         httpx.get(health)
+
+
+def test_missing_hosts_are_reported_early_and_an_agent_gives_up_when_the_driver_is_gone(tmp_path: Path):
+    with closing(NodeWorld(tmp_path / "run", needed=3, timeout_s=3.0, rejoin_s=0.1)) as world:
+        agent = world.join("a")
+        wait_for(lambda: world.hosts.list())
+        with pytest.raises(LaunchError, match="1 of 3 hosts have joined: a"):
+            world.hosts.wait_until_ready()
+        [early] = [notice for notice in world.notices if "1 of 3 hosts have joined: a" in notice]
+        assert "launch.join_timeout" in early and f"headrace node {world.root}" in early
+        world.driver.close()
+        assert agent.wait(LIMIT_S) == 1  # after its lease and `rejoin_s`
+
+
+def test_a_host_with_too_few_gpus_is_an_error_before_the_others_have_joined(tmp_path: Path):
+    needs = Needs(trainer_nodes=1, inference_nodes=2, gpus_per_node=8)
+    with closing(NodeWorld(tmp_path / "run", needed=3)) as world:
+        world.join("small", {"CUDA_VISIBLE_DEVICES": ""})
+        with pytest.raises(BadInput) as refused:
+            NodeHosts(world.driver, needed=3, needs=needs, timeout_s=LIMIT_S).wait_until_ready()
+        assert refused.value.key == "launch.inference_nodes" and "small has 0" in refused.value.fact
+        assert [host.name for host in world.hosts.list()] == ["small"]
+
+
+def test_a_host_with_another_version_of_the_package_is_named(tmp_path: Path):
+    other = tmp_path / "site-packages"
+    shutil.copytree(Path(headrace.__file__).parent, other / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
+    (other / "headrace-0.0.1.dist-info").mkdir()
+    (other / "headrace-0.0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: headrace\nVersion: 0.0.1\n"
+    )
+    with closing(NodeWorld(tmp_path / "run", needed=1)) as world:
+        agent = world.join("old", {"PYTHONPATH": str(other)})
+        with pytest.raises(LaunchError, match=r"host old has headrace 0\.0\.1"):
+            world.hosts.wait_until_ready()
+        assert agent.wait(LIMIT_S) == 1
 
 
 def test_hosts_describe_themselves(world: NodeWorld):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +13,21 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config.launch import SlurmConfig
+from headrace.errors import SAVED
 from headrace.launch.errors import BadRequest
-from headrace.launch.slurm_job import JobSize, batch_script, headrace_command, submitted
+from headrace.launch.slurm_job import (
+    JOB_VAR,
+    NODES_VAR,
+    REQUEUE_VAR,
+    JobSize,
+    batch_script,
+    headrace_command,
+    submitted,
+)
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from tests.end_to_end.runs import write_run_file
+from tests.launch.node_world import LIMIT_S, wait_for
 from tests.launch.slurm_stand_in import SUBMIT, install, options
 
 
@@ -51,6 +63,34 @@ def test_a_prologue_chooses_another_command(tmp_path: Path):
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "in a container: rl a b\n"
     assert shlex.join([sys.executable, "-m", "headrace"]) in headrace_command("rl")
+
+
+def test_a_time_limit_during_the_prologue_queues_the_job_again(tmp_path: Path, calls: Path):
+    started = tmp_path / "started"
+    slurm = SlurmConfig(prologue=f"touch {started}; sleep 1\n")
+    script = batch_script(slurm, "run", tmp_path / "log", JobSize(1, None), "exec echo has started")
+    job = subprocess.Popen(["bash", "-c", script], env={**os.environ, JOB_VAR: "17"}, stdout=subprocess.PIPE, text=True)
+    wait_for(started.exists)
+    job.send_signal(signal.SIGUSR1)
+    assert job.communicate()[0] == ""
+    assert calls.read_text().splitlines() == ["scontrol requeue 17"]
+
+
+@pytest.mark.parametrize("is_batch_job", [True, False])
+def test_a_time_limit_before_the_processes_start_queues_a_batch_job_again(
+    tmp_path: Path, tiny_model: Path, calls: Path, is_batch_job: bool
+):
+    """Without the hosts, which an srun that only waits does not start."""
+    (tmp_path / "bin" / "srun").write_text('#!/bin/sh\necho srun >> "$CALLS"\nexec sleep 60\n')
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    env = {**os.environ, JOB_VAR: "17", NODES_VAR: "1", **({REQUEUE_VAR: "1"} if is_batch_job else {})}
+    words = ["rl", str(write_run_file(tmp_path, tiny_model)), "--launch.on", "slurm"]
+    job = subprocess.Popen([sys.executable, "-m", "headrace", *words], env=env)
+    wait_for(lambda: "srun" in calls.read_text().split())
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(LIMIT_S) == SAVED
+    asked = ["scontrol show config", "srun", "scontrol requeue 17"] if is_batch_job else ["srun"]
+    assert calls.read_text().splitlines() == asked
 
 
 def test_a_run_is_prepared_and_its_job_released(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,9 +12,19 @@ from types import FrameType
 from headrace.cli.common import add_run_arguments
 from headrace.cli.prepare import Kind, PreparedRun, command_of, notify, prepare
 from headrace.config.sft import SftConfig
+from headrace.errors import SAVED
 from headrace.launch.errors import naming_run
 from headrace.launch.process import stop_with_launcher
-from headrace.launch.slurm_job import JobSize, in_allocation, log_of, requeue, run_script, submitted, write_script
+from headrace.launch.slurm_job import (
+    REQUEUE_VAR,
+    JobSize,
+    in_allocation,
+    log_of,
+    requeue,
+    run_script,
+    submitted,
+    write_script,
+)
 from headrace.runfile.run import RunConfig
 
 STOP_TIMEOUT_S = 60.0
@@ -45,25 +56,36 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
 
 def _run(kind: Kind, arguments: argparse.Namespace) -> int:
-    """Run to the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order."""
+    """Run to the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order.
+
+    A batch job of SLURM is queued again at its time limit, also if nothing has started until then.
+    """
     with exit_on_sigterm():
-        stop_with_launcher(STOP_TIMEOUT_S)
-        prepared = prepare(kind, arguments)
-        if prepared is None:
-            return 0
-        if prepared.config.launch.on == "slurm" and not in_allocation():
-            return _submit(prepared, only_print=arguments.print)
-        return _launch(prepared)
+        try:
+            stop_with_launcher(STOP_TIMEOUT_S)
+            code = _prepare_and_run(kind, arguments)
+        except SystemExit as stop:
+            if stop.code != SAVED:
+                raise
+            code = SAVED
+        if code == SAVED and REQUEUE_VAR in os.environ:
+            notify("asking SLURM to queue this job again, which continues the run")
+            requeue()
+        return code
 
 
-def _launch(prepared: PreparedRun) -> int:
-    from headrace.errors import SAVED
+def _prepare_and_run(kind: Kind, arguments: argparse.Namespace) -> int:
+    prepared = prepare(kind, arguments)
+    if prepared is None:
+        return 0
+    if prepared.config.launch.on == "slurm" and not in_allocation():
+        return _submit(prepared, only_print=arguments.print)
     from headrace.launch.run import launch
 
-    planned, limits = prepared.planned, prepared.config.launch
+    planned = prepared.planned
     with naming_run(prepared.run.root):
         prepared.plan.apply()
-        code = launch(
+        return launch(
             prepared.config,
             prepared.run,
             prepared.code_folders,
@@ -72,10 +94,6 @@ def _launch(prepared: PreparedRun) -> int:
             max_running=None if planned is None else planned.max_running,
             memory_advice=None if planned is None else planned.memory_advice,
         )
-    if code == SAVED and limits.on == "slurm" and limits.slurm.requeue:
-        notify("asking SLURM to queue this job again, which continues the run")
-        requeue()
-    return code
 
 
 def _submit(prepared: PreparedRun, *, only_print: bool) -> int:

@@ -76,7 +76,11 @@ class LaunchConfig(Config):
     driver_port: int = Field(0, ge=0, le=65535)
     """Port at which the launcher listens for the hosts, where `on` is `nodes`; 0: any free port."""
     join_timeout: float = Field(300.0, gt=0)
-    """Seconds in which the hosts must join, where `on` is `nodes`. A host that does not fit is an error at once."""
+    """Seconds in which the hosts must join, where `on` is `nodes` or `slurm`. A host that does not fit is an error at
+    once."""
+    rejoin_timeout: float = Field(300.0, gt=0)
+    """Seconds for which `headrace node` waits for a launcher that it has lost, to continue the run with; in a SLURM
+    job at least until SLURM considers the launcher's host as down."""
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     kubernetes: KubernetesConfig | None = None

@@ -31,6 +31,7 @@ from headrace.launch.node_messages import (
     LEASE_S,
     MAX_BODY_BYTES,
     NODE_NAME,
+    REJOIN_S,
     Announcement,
     Command,
     DriverAddress,
@@ -88,6 +89,7 @@ class Driver:
         interface: str | None = None,
         is_alone: bool = False,
         lease_s: float = LEASE_S,
+        rejoin_s: float = REJOIN_S,
         notify: Callable[[str], None] = log.warning,
     ) -> None:
         self.on_scale: Callable[[int], str] | None = None
@@ -100,7 +102,7 @@ class Driver:
         self.board = AnnouncementBoard()
         self.is_closed = False
         self.notify = notify
-        self.run, self._interface = run, interface
+        self.run, self._interface, self._rejoin_s = run, interface, rejoin_s
         self._key = os.environ.get(KEY_VAR) or secrets.token_urlsafe(32)
         self._canary = Canary(run.root.resolve(), f"{PREFIX}{secrets.token_hex(8)}")
         self._canary.create()
@@ -131,7 +133,8 @@ class Driver:
         return right
 
     def facts(self) -> RunFacts:
-        return RunFacts(str(self._canary.folder.parent), self._canary.name, self._interface, self.nodes.lease_s)
+        folder, canary = str(self._canary.folder.parent), self._canary.name
+        return RunFacts(folder, canary, self._interface, self.nodes.lease_s, self._rejoin_s)
 
     def join(self, name: str, facts: Join) -> Joined:
         """Admit a host to the run. Raises `Refused`."""

@@ -49,8 +49,6 @@ from headrace.transport.shared_directory import Canary, UnsuitableDirectory
 
 log = logging.getLogger(__name__)
 
-REJOIN_S = 300.0
-"""How long an agent that was cut off tries to join again."""
 RETRY_S = 0.5
 REQUEST_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 25.0
@@ -167,21 +165,21 @@ class NodeAgent:
                 joined = self._join(wait_s)
                 if joined is None:
                     return 128 + self._signals[0]
-                client, lease_s = joined
-                service = NodeService(self._name, self._nonce, client, lease_s, self._signals, self._show)
+                client, facts = joined
+                service = NodeService(self._name, self._nonce, client, facts.lease_s, self._signals, self._show)
                 code = service.run()
                 client.close()
                 if code is not None:
                     return code
                 log.warning("the lease of this host is lost, its processes are killed; joining again")
-                wait_s = REJOIN_S
+                wait_s = facts.rejoin_s
 
     def _show(self, state: str) -> None:
         """Write the state of this host for probes, which also see from the time of the file that the agent is alive."""
         if self._state is not None:
             self._state.write_text(state)
 
-    def _join(self, wait_s: float) -> tuple[DriverClient, float] | None:
+    def _join(self, wait_s: float) -> tuple[DriverClient, RunFacts] | None:
         """Join the run as soon as the driver answers; None: a signal came before. Raises `Failure`."""
         replaces, self._nonce = self._nonce, secrets.token_hex(8)  # one for all attempts: an answer may be lost
         deadline, said = time.monotonic() + wait_s, ""
@@ -189,9 +187,9 @@ class NodeAgent:
             self._show("waiting")
             try:
                 client = DriverClient(find_driver(self._run))
-                lease_s = self._join_once(client, replaces)
+                facts = self._join_once(client, replaces)
                 log.info("host %s has joined the run at %s", self._name, client.driver.url)
-                return client, lease_s
+                return client, facts
             except (NoDriver, RefusedByDriver) as error:
                 if isinstance(error, RefusedByDriver) and not error.again:
                     raise LaunchError(str(error)) from error
@@ -204,8 +202,8 @@ class NodeAgent:
             time.sleep(RETRY_S)
         return None
 
-    def _join_once(self, client: DriverClient, replaces: str) -> float:
-        """Check this host, and join. Returns the duration of the lease."""
+    def _join_once(self, client: DriverClient, replaces: str) -> RunFacts:
+        """Check this host, and join. Returns what the driver says about the run."""
         run = client.get("/run", RunFacts, REQUEST_TIMEOUT_S)
         self._check_port.nonce = self._nonce
         try:
@@ -215,7 +213,7 @@ class NodeAgent:
         join = msgspec.structs.replace(facts, role=self._role, replaces=replaces)
         for warning in client.post(f"/nodes/{self._name}", join, Joined, JOIN_TIMEOUT_S).warnings:
             log.warning("%s", warning)
-        return run.lease_s
+        return run
 
     def close(self) -> None:
         self._check_port.close()

@@ -25,6 +25,8 @@ from headrace.launch.hosts.base import HostRole
 
 LEASE_S = 20.0
 """A host that has not reported for so long is lost; a node that could not report for so long kills its processes."""
+REJOIN_S = 300.0
+"""How long a node that has lost its driver tries to join again."""
 HOLD_S = 0.5
 """How long an answer to a report waits for a command."""
 ANNOUNCEMENT_HOLD_S = 5.0
@@ -62,6 +64,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     interface: str | None = None
     """The network interface whose address a host advertises; None: the one on its route to the driver."""
     lease_s: float = LEASE_S
+    rejoin_s: float = REJOIN_S
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -182,8 +182,9 @@ def _too_few_hosts(hosts: Sequence[Host], usable: int, needs: Needs) -> ConfigEr
     have = f"{usable} of {len(hosts)} can train and sample" if usable < len(hosts) else f"{usable} take part"
     if (wanted := needs.gpus_per_node) is not None:
         sizes = sorted((len(host.gpus) for host in hosts), reverse=True)
+        if small := ", ".join(f"{host.name} has {len(host.gpus)}" for host in hosts if len(host.gpus) < wanted):
+            have = f"{usable} of {len(hosts)} have {wanted} GPUs: {small}"
         if len(sizes) >= needs.nodes and (fitting := sizes[needs.nodes - 1]):
-            have = f"{usable} of {len(hosts)} have so many GPUs"
             fix = f"Lower it to {fitting}, or use other hosts."
             return ConfigError(f"{numbers}, but {have}", key="launch.gpus_per_node", value=wanted, fix=fix)
     for key, least in (("spare_nodes", 0), ("trainer_nodes", 1), ("inference_nodes", 1)):

@@ -71,21 +71,22 @@ class Restarts:
 
 
 class HostWait:
-    """A wait for hosts, which are too few; it reports itself at growing intervals."""
+    """A wait for hosts, which are too few; it reports itself at growing intervals. `key`: that of its limit."""
 
-    def __init__(self, now: float, limit_s: float) -> None:
-        self._since, self._limit_s, self._next_s = now, limit_s, 0.0
+    def __init__(self, now: float, limit_s: float, key: str = "launch.start_timeout") -> None:
+        self._since, self._limit_s, self._key, self._next_s = now, limit_s, key, 0.0
 
     def is_over(self, now: float) -> bool:
         return now - self._since > self._limit_s
 
-    def notice(self, now: float, reason: str) -> str | None:
-        """Return a message if one is due."""
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for a notice."""
+        return now - self._since >= self._next_s
+
+    def notice(self, now: float, reason: str) -> str:
         waited = now - self._since
-        if waited < self._next_s:
-            return None
         self._next_s = max(FIRST_NOTICE_S, 2 * waited)
-        left = f"giving up in {self._limit_s - waited:.0f} s (launch.start_timeout)"
+        left = f"giving up in {self._limit_s - waited:.0f} s ({self._key})"
         return f"waiting for hosts for {waited:.0f} s; {left}: {reason}"
 
 

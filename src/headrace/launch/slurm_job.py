@@ -37,7 +37,11 @@ WATCH_INTERVAL_S = 10.0
 SILENT_S = 30.0
 """Age of the heartbeat, which is written every 5 s, from which on SLURM is asked for the launcher's host."""
 REQUEUE_VAR = "HEADRACE_SLURM_REQUEUE"
-"""Set in the node agents of a job that may be queued again."""
+"""Set in a batch job that may be queued again."""
+REQUEUE_EARLY = f"""
+export {REQUEUE_VAR}=1
+trap 'scontrol requeue "$SLURM_JOB_ID"; exit' USR1  # the time limit comes before the run has started
+"""
 LATER = "--begin=now+1hour"
 TIMEOUT_S = 60.0
 """Time for SLURM's own commands, which wait for a controller that is busy."""
@@ -70,8 +74,9 @@ def batch_script(
     }
     lines = [f"--{option}={_one_word(str(value))}" for option, value in options.items() if value is not None]
     lines += ["--no-kill", "--requeue" if slurm.requeue else "--no-requeue", *extra, *slurm.lines]
-    prologue = f"\n{slurm.prologue.rstrip()}\n" if slurm.prologue.strip() else ""
-    return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"{prologue}\n{commands}\n"
+    before = REQUEUE_EARLY if slurm.requeue else ""
+    before += f"\n{slurm.prologue.rstrip()}\n" if slurm.prologue.strip() else ""
+    return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"{before}\n{commands}\n"
 
 
 def _one_word(value: str) -> str:
@@ -143,6 +148,12 @@ def _ask(*command: str, script: str = "") -> str:
         fix = "Change [launch.slurm], or write the script alone with --print and submit it yourself."
         raise BadRequest(f"{command[0]} refused: {message}", key="launch.on", value="slurm", fix=fix)
     return done.stdout.strip()
+
+
+def time_until_down() -> float:
+    """Return the seconds after which SLURM considers a host that does not answer as down (`SlurmdTimeout`)."""
+    seconds = re.search(r"^SlurmdTimeout\s*=\s*(\d+) sec", _ask("scontrol", "show", "config"), re.MULTILINE)
+    return float(seconds[1]) if seconds else 0.0
 
 
 def requeue_without_launcher(heartbeat: Path) -> None:

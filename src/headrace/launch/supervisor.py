@@ -219,8 +219,8 @@ class Supervisor:
             self._host_wait = self._host_wait or HostWait(now, self._start_timeout)
             if self._host_wait.is_over(now):
                 raise LaunchError(f"{'; '.join(self._displaced.values())}. {error}") from error
-            if notice := self._host_wait.notice(now, str(error)):
-                self._view.say(notice)
+            if self._host_wait.is_due(now):
+                self._view.say(self._host_wait.notice(now, str(error)))
             return
         self._host_wait, self._listed = None, hosts
         displaced, self._displaced = self._displaced, {}

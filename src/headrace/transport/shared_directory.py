@@ -17,7 +17,8 @@ from pathlib import Path
 from headrace.errors import Failure
 from headrace.transport.files import write_atomically
 
-SEE_TIMEOUT_S = 10.0
+SEE_TIMEOUT_S = 5.0
+"""For file systems that show a new file late. Caches of missing names do not count: no host has looked before."""
 POLL_S = 0.25
 TIMED_WRITES = 3
 DRIVER_FILE = "driver"

@@ -15,15 +15,15 @@ from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
 from headrace.launch.node_messages import Command, Kill, ProcessState, Signal, Start, Stop
 from headrace.launch.node_registry import Node
-from headrace.launch.placement import Needs
+from headrace.launch.placement import Needs, place
 from headrace.launch.process import GRACE_S
+from headrace.launch.restarts import HostWait
 from headrace.transport.run_dir import RunDir
 
 JOIN_TIMEOUT_S = 30.0
 POLL_S = 0.05
 SETTLE_S = 1.0
 """Hosts that were waiting for the driver join within this time, also those without which the run could start."""
-NOTICE_S = 10.0
 
 
 class NodeProcess(HostProcess):
@@ -65,12 +65,13 @@ class NodeProcess(HostProcess):
 
 def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> NodeHosts:
     """Return the hosts that join this launcher."""
-    return NodeHosts(open_driver(launch, run), needed=max(1, needs.nodes), timeout_s=launch.join_timeout)
+    return NodeHosts(open_driver(launch, run), needed=max(1, needs.nodes), needs=needs, timeout_s=launch.join_timeout)
 
 
-def open_driver(launch: LaunchConfig, run: RunDir) -> Driver:
+def open_driver(launch: LaunchConfig, run: RunDir, least_rejoin_s: float = 0.0) -> Driver:
     """Return the driver of a run file. Its notices go to the terminal until a view takes them."""
-    return Driver(run, port=launch.driver_port, interface=launch.interface, notify=_print)
+    rejoin_s = max(launch.rejoin_timeout, least_rejoin_s)
+    return Driver(run, port=launch.driver_port, interface=launch.interface, rejoin_s=rejoin_s, notify=_print)
 
 
 def _print(sentence: str) -> None:
@@ -78,7 +79,10 @@ def _print(sentence: str) -> None:
 
 
 class NodeHosts:
-    """Implements `Hosts`. `needed`: hosts without which the run does not start; `expected`: their names, if known."""
+    """Implements `Hosts`. `needed`: hosts without which the run does not start; `expected`: their names, if known.
+
+    `needs`: what the run asks of them; hosts that cannot be enough are refused before all of them have joined.
+    """
 
     def __init__(
         self,
@@ -86,35 +90,47 @@ class NodeHosts:
         *,
         needed: int,
         expected: Sequence[str] = (),
+        needs: Needs | None = None,
         timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
         self.driver, self._run, self._needed, self._expected = driver, driver.run, needed, expected
-        self._timeout_s = timeout_s
+        self._needs, self._timeout_s = needs, timeout_s
         self._numbers = count(1)
 
     def wait_until_ready(self) -> Sequence[Host]:
-        started, noticed = time.monotonic(), 0.0
+        started = time.monotonic()
+        wait = HostWait(started, self._timeout_s, "launch.join_timeout")
         while True:
+            now = time.monotonic()
             with self.driver.locked() as nodes:
-                waited, is_checked, problems = time.monotonic() - started, not nodes.pending(), nodes.unreachable()
-                if _computing(nodes.usable()) >= self._needed and is_checked and waited > SETTLE_S:
+                is_checked, problems = not nodes.pending(), nodes.unreachable()
+                computing, usable = _computing(nodes.living()), _computing(nodes.usable())
+                if len(usable) >= self._needed and is_checked and now - started > SETTLE_S:
                     nodes.sort()
                     for problem in problems:
                         self.driver.notify(f"{problem}; one of them is left out")
                     return [node.host for node in nodes.usable()]
-                joined = [node.name for node in nodes.living()]
-                is_unreachable = _computing(nodes.living()) >= self._needed > _computing(nodes.usable()) and is_checked
+                is_unreachable = len(computing) >= self._needed > len(usable) and is_checked
                 refusals = list(self.driver.refusals.values())
-            if refusals or is_unreachable or waited > self._timeout_s:
-                raise LaunchError("\n".join([*refusals, *problems] or self._describe_missing(joined)))
-            if waited - noticed > NOTICE_S:
-                noticed = waited
-                self.driver.notify(f"{len(joined)} of {self._needed} hosts have joined{_list(joined)}")
+            if refusals or is_unreachable:
+                raise LaunchError("\n".join([*refusals, *problems]))
+            self._refuse_unfit([node.host for node in computing])
+            if wait.is_over(now):
+                raise LaunchError(self._describe_missing(computing))
+            if now - started > SETTLE_S and wait.is_due(now):
+                self.driver.notify(wait.notice(now, self._describe_missing(computing)))
             time.sleep(POLL_S)
 
-    def _describe_missing(self, joined: Sequence[str]) -> list[str]:
-        """Return what is known about the hosts that did not join in time."""
-        head = f"{len(joined)} of {self._needed} hosts have joined within {self._timeout_s:g} s{_list(joined)}"
+    def _refuse_unfit(self, joined: Sequence[Host]) -> None:
+        """Raise `ConfigError` if the hosts are not enough whatever joins later: one of them has too few GPUs."""
+        if self._needs is not None and (each := self._needs.gpus_per_node) is not None:
+            gpus = tuple(map(str, range(each)))
+            place([*joined, *(Host(f"host {n}", gpus=gpus) for n in range(len(joined), self._needed))], self._needs)
+
+    def _describe_missing(self, nodes: Sequence[Node]) -> str:
+        """Return which hosts have joined, and what is known about the others."""
+        joined = [node.name for node in nodes]
+        head = f"{len(joined)} of {self._needed} hosts have joined{_list(joined)}"
         missing = [name for name in self._expected if name not in joined]
         fix = f"Missing{_list(missing)}." if missing else f"Start `headrace node {self._run.root}` on more hosts."
         lines = [f"{head}. {fix}"]
@@ -122,7 +138,7 @@ class NodeHosts:
             name = log.stem.removeprefix("node-")
             if name not in joined and (written := log.read_text(errors="replace").splitlines()):
                 lines.append(f"host {name}: {written[-1]}")
-        return [*lines, *(f"{what} came from {address}" for address, what in self.driver.rejected.items())]
+        return "\n".join([*lines, *(f"{what} came from {address}" for address, what in self.driver.rejected.items())])
 
     def list(self) -> Sequence[Host]:
         with self.driver.locked() as nodes:
@@ -164,9 +180,9 @@ class NodeHosts:
         self.driver.close()
 
 
-def _computing(nodes: Iterable[Node]) -> int:
-    """Return how many of the hosts train or sample."""
-    return sum(node.facts.role != "orchestrator" for node in nodes)
+def _computing(nodes: Iterable[Node]) -> list[Node]:
+    """Return the hosts that may train or sample."""
+    return [node for node in nodes if node.facts.role != "orchestrator"]
 
 
 def _list(names: Sequence[str]) -> str:

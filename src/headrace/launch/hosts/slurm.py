@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.config.launch import LaunchConfig
 from headrace.launch.driver import Driver
@@ -21,21 +22,21 @@ from headrace.launch.hosts.base import Host
 from headrace.launch.hosts.nodes import NodeHosts, open_driver
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
-from headrace.launch.slurm_job import JOB_VAR, NODES_VAR, REQUEUE_VAR, RESTARTS_VAR, in_allocation
+from headrace.launch.slurm_job import JOB_VAR, NODES_VAR, REQUEUE_VAR, RESTARTS_VAR, in_allocation, time_until_down
 from headrace.transport.run_dir import RunDir
 
-JOIN_TIMEOUT_S = 120.0
-"""For srun, prologs of the site and file systems that wake up; an agent that fails ends the wait at once."""
 AGENT_FAILED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: (Exited|Killed|Terminated|Segmentation)")
 LAST_LINES = 20
+REQUEUE_S = 60.0
+"""Time in which an agent asks for a requeue after SLURM has found the first host to be down."""
 
 
 class SlurmHosts(NodeHosts):
     """Implements `Hosts` on `count` hosts of this job."""
 
-    def __init__(self, driver: Driver, *, needed: int, count: int, requeue: bool) -> None:
-        super().__init__(driver, needed=needed, timeout_s=JOIN_TIMEOUT_S)
-        self._count, self._agent_env = count, {REQUEUE_VAR: "1"} if requeue else {}
+    def __init__(self, driver: Driver, *, count: int, **options: Any) -> None:
+        super().__init__(driver, **options)
+        self._count = count
         self._srun: subprocess.Popen[str] | None = None
         self._is_ready = False
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -44,7 +45,7 @@ class SlurmHosts(NodeHosts):
         agent = [sys.executable, "-m", "headrace", "node", str(self._run.root.resolve())]
         self._srun = subprocess.Popen(
             [*srun_command(self._count), *agent],
-            env={**os.environ, **self._agent_env, **self.driver.env},
+            env={**os.environ, **self.driver.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -78,11 +79,10 @@ class SlurmHosts(NodeHosts):
 
     def close(self) -> None:
         super().close()
-        self.driver.close()
         if self._srun is not None:
             try:
-                self._srun.wait(GRACE_S)
-            except subprocess.TimeoutExpired:  # hosts that are lost
+                self._srun.wait(GRACE_S if self._is_ready else 0)
+            except subprocess.TimeoutExpired:  # hosts that are lost, or have not found the driver yet
                 self._srun.terminate()
 
 
@@ -103,6 +103,7 @@ def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> SlurmHosts:
             f"launch.on = slurm: the run needs {needs.nodes} hosts, and job {os.environ[JOB_VAR]} has {count}. "
             "Lower trainer_nodes, inference_nodes or spare_nodes of [launch], or allocate more hosts."
         )
-    driver = open_driver(launch, run)
+    # The agents queue the job again if its first host is lost: they must not give up before.
+    driver = open_driver(launch, run, time_until_down() + REQUEUE_S if REQUEUE_VAR in os.environ else 0.0)
     driver.notify(f"job {os.environ[JOB_VAR]} of SLURM on {count} hosts, restart {os.environ.get(RESTARTS_VAR, '0')}")
-    return SlurmHosts(driver, needed=needs.nodes, count=count, requeue=launch.slurm.requeue)
+    return SlurmHosts(driver, count=count, needed=needs.nodes, needs=needs, timeout_s=launch.join_timeout)
