@@ -88,6 +88,21 @@ class Tally:
         return taken
 
 
+class CreditTerm(msgspec.Struct, frozen=True, eq=False):
+    """One term of a group's credit: arrays with one number per rollout, for `headrace view` to explain it."""
+
+    name: str
+    raw: np.ndarray
+    """In units of reward."""
+    baseline: np.ndarray | float
+    """What is subtracted from `raw`."""
+    values: np.ndarray
+    """Its part of the credit: `raw - baseline`, unless the formula also scales it."""
+    formula: str
+    key: str = ""
+    """Of the algorithm's section, if one chooses it."""
+
+
 class RolloutView:
     """A rollout as an algorithm sees it: everything can be read, only per-token streams can be written."""
 
@@ -224,6 +239,10 @@ class Algorithm:
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         """Credit the rollouts of one group, before filters."""
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        """Return terms that add up to the credit of `score_group`, before it changes any state; empty: not known."""
+        return []
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
         """Credit a complete batch, after filters: the stage for requests to other models."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
 from headrace.algorithms.user_function import load_function, name_of
 from headrace.config.algorithms import ALGORITHMS, ImportConfig
@@ -110,6 +110,9 @@ class Echo(Algorithm):
                 _narrow(weights, sample, masks)
             if weights.any():
                 sample.set_stream("ce_weights", weights)
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):

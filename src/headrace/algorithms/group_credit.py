@@ -17,15 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, Tally
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Tally
 from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
 from headrace.algorithms.user_function import load_function, name_of, numbers
 from headrace.config.algorithms import FINAL, AlgorithmConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue
-from headrace.rollout.credit import ROUNDING, Cohort, center, standardize
+from headrace.rollout.credit import ROUNDING, Cohort, baseline, center, standardize
 
 Term = Callable[[Sequence[RolloutView]], Any]
 """A bonus, one number for each rollout of the group, in units of reward."""
@@ -114,14 +115,30 @@ class GroupCredit:
 
     def of(self, group: Sequence[RolloutView], tally: Tally) -> np.ndarray:
         """Return one advantage per rollout, float64."""
+        reward, *others = terms = self.terms(group, tally)
+        credit = reward.values + sum(term.values for term in others)
+        largest = max(float(np.abs(term.raw).max(initial=0.0)) for term in terms)
+        return np.where(np.abs(credit) < ROUNDING * largest, 0.0, credit)  # terms may cancel up to rounding
+
+    def terms(self, group: Sequence[RolloutView], tally: Tally) -> list[CreditTerm]:
+        """Return the terms of the credit, that of the reward first."""
         cohort = Cohort.of([view.rollout for view in group])
         lengths = cohort.trained_tokens if self._length_weighted else None
-        bonuses = [_bonus(term, group) for term in self._terms]
+        center_key = "length_weighted_baseline" if self._length_weighted else ""
+        mean = "mean over tokens" if self._length_weighted else "mean"
+
+        def centered(name: str, raw: np.ndarray, key: str) -> CreditTerm:
+            formula = f"{name} - {mean}({name})"
+            return CreditTerm(name, raw, baseline(raw, lengths), center(raw, lengths), formula, key)
+
+        reward = centered("reward", cohort.rewards, center_key)
+        if self._of_reward is standardize:
+            values, formula = standardize(cohort.rewards, lengths), f"({reward.formula}) / (std(reward) + 1e-6)"
+            reward = msgspec.structs.replace(reward, values=values, formula=formula, key="normalize")
+        bonuses = [centered(name_of(term), _bonus(term, group), f"terms.{n}") for n, term in enumerate(self._terms)]
         if self._penalty is not None:
-            bonuses.append(self._penalty(cohort, tally))
-        credit = self._of_reward(cohort.rewards, lengths) + sum(center(bonus, lengths) for bonus in bonuses)
-        largest = max(float(np.abs(term).max(initial=0.0)) for term in (cohort.rewards, *bonuses))
-        return np.where(np.abs(credit) < ROUNDING * largest, 0.0, credit)  # terms may cancel up to rounding
+            bonuses.append(centered("length penalty", self._penalty(cohort, tally), "length_penalty"))
+        return [reward, *bonuses]
 
 
 def _bonus(term: Term, group: Sequence[RolloutView]) -> np.ndarray:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, assign
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
 from headrace.config.algorithms import ALGORITHMS
 
@@ -34,6 +34,9 @@ class GrpoConfig(GroupCreditConfig):
 class Grpo(Algorithm):
     def __init__(self, credit: GroupCredit | None = None) -> None:
         self._credit = credit or GroupCredit()
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         assign(group, self._credit.of(group, self.tally))

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.algorithms.base import MakeContext, RolloutView, Survivor
+from headrace.algorithms.base import CreditTerm, MakeContext, RolloutView, Survivor
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
 from headrace.algorithms.teacher import FrozenTeacherConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS
@@ -55,6 +55,9 @@ class GrpoDistill(TaughtAlgorithm):
         self._credit = credit or GroupCredit()
         self._rl_weight = rl_weight
         self._ref_kl_weight = ref_kl_weight
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):

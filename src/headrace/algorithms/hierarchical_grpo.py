@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, assign
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
 from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
-from headrace.rollout.credit import center
+from headrace.rollout.credit import baseline, center
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,23 @@ class HierarchicalGrpo(Algorithm):
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         self._look_for_names(group)
-        peers: dict[tuple[str, int | None], list[RolloutView]] = {}
-        for rollout in group:
+        self.tally.count("without_peers", sum(len(members) == 1 for members in self._peers(group)))
+        assign(group, self.credit_terms(group)[0].values)
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        rewards = np.array([rollout.reward for rollout in group])
+        means, values = np.zeros(len(group)), np.zeros(len(group))
+        for members in self._peers(group):
+            means[members], values[members] = baseline(rewards[members]), center(rewards[members])
+        return [CreditTerm("reward", rewards, means, values, "reward - mean(reward of its peers)", "episode_agents")]
+
+    def _peers(self, group: Sequence[RolloutView]) -> list[list[int]]:
+        """Return the indices of rollouts that are compared with each other."""
+        peers: dict[tuple[str, int | None], list[int]] = {}
+        for index, rollout in enumerate(group):
             episode = rollout.episode if rollout.agent in self._episode_agents else None
-            peers.setdefault((rollout.agent, episode), []).append(rollout)
-        for members in peers.values():
-            self.tally.count("without_peers", len(members) == 1)
-            assign(members, center(np.array([rollout.reward for rollout in members])))
+            peers.setdefault((rollout.agent, episode), []).append(index)
+        return list(peers.values())
 
     def _look_for_names(self, group: Sequence[RolloutView]) -> None:
         """Warn once, with the first group, about names in `episode_agents` that no rollout has."""

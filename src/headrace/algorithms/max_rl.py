@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, assign
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
 from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
-from headrace.rollout.credit import max_rl
+from headrace.rollout.credit import baseline, max_rl
 
 
 @ALGORITHMS.register
@@ -36,4 +36,9 @@ class MaxRlConfig(AlgorithmConfig):
 
 class MaxRl(Algorithm):
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        assign(group, max_rl(np.array([rollout.reward for rollout in group])))
+        assign(group, self.credit_terms(group)[0].values)
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        rewards = np.array([rollout.reward for rollout in group])
+        formula = "(reward - mean(reward)) / mean(reward)"
+        return [CreditTerm("reward", rewards, baseline(rewards), max_rl(rewards), formula)]

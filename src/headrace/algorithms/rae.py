@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
 from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
 
 
@@ -46,11 +47,23 @@ class Rae(Algorithm):
         self._baselines: dict[str, float] = {}
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        for rollout in sorted(group, key=lambda rollout: rollout.episode):
-            before = self._baselines.get(rollout.agent, 0.0)
-            rollout.assign_advantages(rollout.reward - before)
-            self._baselines[rollout.agent] = self._decay * before + (1 - self._decay) * rollout.reward
-            self.tally.mean(f"baseline/{rollout.agent}", before, 1)
+        before, self._baselines = self._follow(group)
+        assign(group, np.array([rollout.reward for rollout in group]) - before)
+        for rollout, baseline in zip(group, before, strict=True):
+            self.tally.mean(f"baseline/{rollout.agent}", float(baseline), 1)
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        rewards, before = np.array([rollout.reward for rollout in group]), self._follow(group)[0]
+        return [CreditTerm("reward", rewards, before, rewards - before, "reward - running mean of its agent", "decay")]
+
+    def _follow(self, group: Sequence[RolloutView]) -> tuple[np.ndarray, dict[str, float]]:
+        """Return the baseline before each rollout, and all of them after the group."""
+        before, baselines = np.zeros(len(group)), dict(self._baselines)
+        for index in sorted(range(len(group)), key=lambda index: group[index].episode):
+            agent, reward = group[index].agent, group[index].reward
+            before[index] = baselines.get(agent, 0.0)
+            baselines[agent] = self._decay * float(before[index]) + (1 - self._decay) * reward
+        return before, baselines
 
     def state(self) -> dict[str, float]:
         return dict(self._baselines)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
+import numpy as np
+
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView
 from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
 
 
@@ -30,6 +32,10 @@ class Reward(Algorithm):
     async def score_rollout(self, rollout: RolloutView) -> None:
         if not math.isnan(rollout.reward):
             rollout.assign_advantages(rollout.reward)
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        rewards = np.array([rollout.reward for rollout in group])
+        return [CreditTerm("reward", rewards, 0.0, rewards, "reward")]
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         for rollout in group:  # an environment that scores groups gives the reward only now

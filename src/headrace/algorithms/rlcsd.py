@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from pydantic import Field, field_validator
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, Survivor, assign
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Survivor, assign
 from headrace.algorithms.group_credit import CreditTermsConfig, GroupCredit
 from headrace.algorithms.hints import Hints, draw_siblings, replies, response_text
 from headrace.algorithms.teacher import TaughtAlgorithm
@@ -127,6 +127,9 @@ class Rlcsd(TaughtAlgorithm):
                 f"a rollout of task {rollout.task.key} of {rollout.task.env} has no assistant message: rlcsd shows a "
                 "rollout's response to its siblings, so the environment must fill in `messages`"
             )
+
+    def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
+        return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
         assign(group, self._credit.of(group, self.tally))

@@ -62,9 +62,19 @@ class GradientShare(NamedTuple):
 
 
 def gradient_shares(rollout: Rollout) -> dict[str, GradientShare]:
-    """Return how much a rollout's tokens contribute to the gradient of each loss component that trains any of them.
+    """Return how much a rollout's tokens contribute to the gradient of each loss component that trains any of them."""
+    shares: dict[str, GradientShare] = {}
+    for sample in rollout.samples:
+        for component, (members, sizes) in token_gradients(sample).items():
+            before = shares.get(component, GradientShare(0.0, 0))
+            shares[component] = GradientShare(before.total + float(sizes.sum()), before.members + len(members))
+    return shares
 
-    The absolute gradient with respect to a member token's logprob, at the policy that sampled it, summed over them:
+
+def token_gradients(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return for each loss component that trains any token its member tokens, and the size of each one's gradient.
+
+    The absolute gradient with respect to a member token's logprob, at the policy that sampled it:
 
         rl      |A| * w
         ce      w
@@ -74,19 +84,17 @@ def gradient_shares(rollout: Rollout) -> dict[str, GradientShare]:
     same. This is a proxy: it leaves out what a loss masks or clips, how far the policy has moved since, and how
     strongly a token's logprob depends on the weights.
     """
-    shares: dict[str, GradientShare] = {}
-    for sample in rollout.samples:
-        weights = {"rl": sample.streams.get("rl_weights", np.ones(len(sample))) * sample.mask}
-        weights |= {
-            name: sample.streams[f"{name}_weights"] for name in ("ce", "ref_kl") if f"{name}_weights" in sample.streams
-        }
-        for component, weight in weights.items():
-            members = np.flatnonzero(weight[1:]) + 1  # the first token of a sequence has no loss
-            if len(members):
-                sizes = np.abs(weight[members].astype(np.float64) * _slopes(component, sample, members))
-                before = shares.get(component, GradientShare(0.0, 0))
-                shares[component] = GradientShare(before.total + float(sizes.sum()), before.members + len(members))
-    return shares
+    weights = {"rl": sample.streams.get("rl_weights", np.ones(len(sample))) * sample.mask}
+    weights |= {
+        name: sample.streams[f"{name}_weights"] for name in ("ce", "ref_kl") if f"{name}_weights" in sample.streams
+    }
+    gradients = {}
+    for component, weight in weights.items():
+        members = np.flatnonzero(weight[1:]) + 1  # the first token of a sequence has no loss
+        if len(members):
+            sizes = np.abs(weight[members].astype(np.float64) * _slopes(component, sample, members))
+            gradients[component] = members, sizes
+    return gradients
 
 
 def _slopes(component: str, sample: Sample, members: np.ndarray) -> np.ndarray | float:

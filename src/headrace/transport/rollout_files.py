@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 
 ROW_GROUP_ROLLOUTS = 64
 """Rollouts in a row group: bounds the time that Python runs between two writes, and the memory of long rollouts."""
+
+STREAMED_ROLLOUTS = 4
+"""Rollouts that a reader of single rows decodes at a time."""
 
 _DTYPES = {
     pa.from_numpy_dtype(dtype): dtype for dtype in (np.bool_, np.int8, np.int32, np.int64, np.float32, np.float64)
@@ -350,8 +353,29 @@ class RolloutFiles:
         path = self._kind.path(self.directory, step)
         table = _read(path)
         if table.schema != SCHEMA:
-            raise BadInput("has the columns of another version of Headrace", file=path, fix="Read it with that one.")
+            raise _other_version(path)
         return _rollouts(table)
+
+    def stream(self, step: int, rows: Collection[int] | None = None) -> Iterator[tuple[int, SavedRollout]]:
+        """Yield the rollouts of some rows, or of all, with their row: few are in memory at a time.
+
+        The digest of the file is not checked, which would read all of it.
+        """
+        path, start = self._kind.path(self.directory, step), 0
+        with _reporting_unreadable(path), pq.ParquetFile(path) as file:
+            if file.schema_arrow != SCHEMA:
+                raise _other_version(path)
+            for number in range(file.num_row_groups):
+                end = start + file.metadata.row_group(number).num_rows
+                if rows is not None and not any(start <= row < end for row in rows):
+                    start = end
+                    continue
+                for batch in file.iter_batches(STREAMED_ROLLOUTS, row_groups=[number]):
+                    chosen = [row for row in range(start, start + len(batch)) if rows is None or row in rows]
+                    if chosen:
+                        table = pa.Table.from_batches([batch]).take([row - start for row in chosen])
+                        yield from zip(chosen, _rollouts(table), strict=True)
+                    start += len(batch)
 
     def columns(self, step: int, names: Sequence[str]) -> list[dict[str, Any]]:
         """Read some columns of every rollout; columns that an older file lacks are left out."""
@@ -365,10 +389,20 @@ def read_columns(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path, names: Sequence[str] | None = None) -> pa.Table:
-    try:
+    with _reporting_unreadable(path):
         _refuse_damage(path)
         with pq.ParquetFile(path) as file:
             return file.read(columns=None if names is None else list(names))
+
+
+def _other_version(path: Path) -> BadInput:
+    return BadInput("has the columns of another version of Headrace", file=path, fix="Read it with that one.")
+
+
+@contextmanager
+def _reporting_unreadable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         fact = "the file does not exist: a run keeps the newest orchestrator.keep_rollouts steps"
         raise BadInput(fact, file=path) from error

@@ -88,7 +88,8 @@ def test_no_part_of_a_path_reaches_the_file_system(escape: str, tmp_path: Path):
                 for other in ("{step:int}", "{row:int}", "{draw:int}", "{before:int}", "{after:int}"):
                     path = path.replace(other, "4")
                 answer = client.get(path)
-                assert answer.status_code in (400, 404), path
+                shortened = answer.request.url.path != path  # the client itself resolves `..`
+                assert answer.status_code in (400, 404) or shortened, path
                 assert b"reverse-text" not in answer.content
 
 

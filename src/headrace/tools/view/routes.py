@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import BadInput
-from headrace.tools.view import charts, runs
+from headrace.tools.view import charts, rollouts, runs
 from headrace.tools.view.runs import RunFolder
+from headrace.transport.run_dir import RolloutKind
 
 Parameters = Mapping[str, Any]
 Query = Mapping[str, list[str]]
@@ -42,10 +43,36 @@ def _lanes(folder: RunFolder, path: Parameters, query: Query) -> Any:
     return charts.read_lanes(folder.run(path["run"]), *chosen)
 
 
+def _step(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    return rollouts.list_step(folder.run(path["run"]), path["step"])
+
+
+def _rollout(kind: RolloutKind) -> Answer:
+    return lambda folder, path, query: rollouts.describe_rollout(
+        folder.run(path["run"]), kind, path["step"], path["row"]
+    )
+
+
+def _credit(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    from headrace.tools.view.credit import describe_credit  # imports every algorithm
+
+    return describe_credit(folder.run(path["run"]), path["step"], path["row"])
+
+
+def _search(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    text = query.get("text", [""])[-1]
+    return rollouts.search(folder.run(path["run"]), text, number(query, "limit", 100))
+
+
 ROUTES: dict[str, Answer] = {
     "/api/runs": lambda folder, path, query: runs.list_runs(folder),
     "/api/settings": lambda folder, path, query: runs.compare_settings(folder),
     "/api/runs/{run}": _run,
     "/api/runs/{run}/series": _series,
     "/api/runs/{run}/lanes": _lanes,
+    "/api/runs/{run}/steps/{step:int}": _step,
+    "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}": _rollout(RolloutKind.TRAIN),
+    "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}/credit": _credit,
+    "/api/runs/{run}/evaluation/{step:int}/rollouts/{row:int}": _rollout(RolloutKind.EVAL),
+    "/api/runs/{run}/search": _search,
 }

@@ -10,7 +10,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ SPARKLINE_POINTS = 40
 REWARDS = ("reward/all/mean", "loss")
 """The metric of the sparkline: the first that a run has."""
 TAIL_BYTES = 64 << 10
+MAX_CACHED = 32
+"""Results about files that are kept; each is a list of a step's rollouts or smaller."""
 DROPPED = "progress/dropped/"
 
 
@@ -123,6 +126,25 @@ def identity(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+_cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+_cache_lock = threading.Lock()
+
+
+def cached(path: Path, what: str, make: Callable[[], Any]) -> Any:
+    """Return what was made of a file, and make it again once the file has changed; the newest few are kept."""
+    key = (path, what, identity(path))
+    with _cache_lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key]
+    made = make()
+    with _cache_lock:
+        _cache[key] = made
+        while len(_cache) > MAX_CACHED:
+            _cache.popitem(last=False)
+    return made
 
 
 def run_state(run: RunDir) -> tuple[str, str | None]:
