@@ -107,22 +107,39 @@ class Bin(msgspec.Struct):
         return np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
 
 
-def pack(samples: list[Sample], seq_len: int) -> list[Bin]:
-    """Pack for one worker, without padding: first-fit-decreasing."""
+def pack(samples: list[Sample], seq_len: int, together: int = 1) -> list[Bin]:
+    """Pack for one worker, without padding: first-fit-decreasing. `together`: as in `pack_for_worker`."""
     prepared = _prepare(samples, seq_len)
-    return [_fill(bin_, prepared) for bin_ in _first_fit_decreasing([len(sample) for sample in prepared], seq_len)]
+    bins = _first_fit_decreasing(_unit_lengths(prepared, together), together * seq_len)
+    return [_fill(_samples_of(bin_, together), prepared) for bin_ in bins]
 
 
 def pack_for_worker(
-    worker: int, samples: list[Sample], seq_len: int, workers: int, cost: Cost, pad_to_multiple_of: int = 1
+    worker: int,
+    samples: list[Sample],
+    seq_len: int,
+    workers: int,
+    cost: Cost,
+    pad_to_multiple_of: int = 1,
+    together: int = 1,
 ) -> list[Bin]:
     """Return the bins of one worker, in the order of `assign_bins`; every worker has the same number.
 
-    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding.
+    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding. Of the samples, each
+    `together` in a row are a unit that stays in one bin, which may then be so many times longer.
     """
     prepared = _prepare(samples, seq_len)  # checks all samples, so that every worker refuses a bad batch
-    shares = assign_bins([len(sample) for sample in prepared], seq_len, workers, cost, pad_to_multiple_of)
-    return [_fill(bin_, prepared, pad_to_multiple_of) for bin_ in shares[worker]]
+    lengths = _unit_lengths(prepared, together)
+    shares = assign_bins(lengths, together * seq_len, workers, cost, pad_to_multiple_of)
+    return [_fill(_samples_of(bin_, together), prepared, pad_to_multiple_of) for bin_ in shares[worker]]
+
+
+def _unit_lengths(samples: list[Sample], together: int) -> list[int]:
+    return [sum(map(len, samples[start : start + together])) for start in range(0, len(samples), together)]
+
+
+def _samples_of(units: list[int], together: int) -> list[int]:
+    return [unit * together + number for unit in units for number in range(together)]
 
 
 def assign_bins(

@@ -1,6 +1,6 @@
 """The learner: a model with its optimizer, its position in the run, and its checkpoints.
 
-Shared by RL and SFT, which differ in the source of samples and the destination of weights.
+Shared by RL, SFT and DPO, which differ in the source of samples and the destination of weights.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class Learner:
         resume: str | None = None,
         *,
         packed: bool = True,
+        together: int = 1,
         engines: ColocatedEngines | None = None,
         reference: ReferenceConfig | None = None,
     ) -> None:
         """`packed`: several samples may share a forward pass; `engines` are those on the same device.
 
-        `reference`: the weights that score tokens which lack `kl_logprobs`.
+        `together`: samples in a row that a loss compares, so that one forward pass needs them all. `reference`: the
+        weights that score tokens which lack `kl_logprobs`.
         """
         if config.max_steps is None or config.seq_len is None or config.model.name is None:
             raise ValueError("max_steps, seq_len and model.name must be set to train")
@@ -114,7 +116,8 @@ class Learner:
         self.state = TrainState() if start is None else self._load(start)
         self._saved_step = self.state.step
         self._skipped = SkippedUpdates(config.max_skipped_updates)
-        self.step = TrainStep(self.model, self.optimizer, losses, None if packed else 1, self.reference)
+        rows = None if packed else 1
+        self.step = TrainStep(self.model, self.optimizer, losses, rows, self.reference, together=together)
 
     def _check(self, read: Callable[[], T], start: Path) -> T:
         """Read a part of a checkpoint; if it is damaged for one rank, all raise what `checkpoint.set_aside` gives."""
@@ -168,10 +171,11 @@ class Learner:
         Raises Failure after too many updates in a row were skipped because of gradients that are not finite.
         """
         if self.ranks.size == 1:
-            bins = pack(samples, self.seq_len)
+            bins = pack(samples, self.seq_len, self.step.together)
         else:
             self._check_agreement(samples)
-            bins = pack_for_worker(self.ranks.index, samples, self.seq_len, self.ranks.size, self.model.cost)
+            ranks, together = self.ranks, self.step.together
+            bins = pack_for_worker(ranks.index, samples, self.seq_len, ranks.size, self.model.cost, together=together)
         skipped = self.optimizer.skipped
         result = self.step.run(bins, self.learning_rate, **options)
         if result is not None:

@@ -1,8 +1,9 @@
 """One optimizer step: packed bins in, new parameters and metrics out.
 
-Each component's loss is divided by the number of its member tokens in the whole step, counted over all ranks before the
-first backward pass, so the gradient does not depend on the split into micro-batches and ranks. Penalties are divided by
-the tokens of the rl component, so that their weight relative to it is the same in any mixture.
+Each component's loss is divided by the number of its member tokens in the whole step, or of its pairs where the loss is
+one of pairs, counted over all ranks before the first backward pass, so the gradient does not depend on the split into
+micro-batches and ranks. Penalties are divided by the tokens of the rl component, so that their weight relative to it is
+the same in any mixture.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ class TrainStep:
         losses: dict[str, Loss],
         micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
         reference: ReferenceWeights | None = None,
+        *,
+        together: int = 1,
     ) -> None:
-        """`micro_batch_tokens` None: the row size of the model's memory plan."""
-        self.reference = reference
+        """`micro_batch_tokens` None: the row size of the model's memory plan. `together`: see `StepTokens`."""
+        self.reference, self.together = reference, together
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.micro_batch_tokens = micro_batch_tokens
         self.ranks = model.ranks
@@ -73,7 +76,7 @@ class TrainStep:
         `envs` are the environments of the packed samples. `traced` keeps the values behind each token's gradient.
         `on_micro_batch` is called before each micro-batch with its number, from 1, and the total.
         """
-        tokens = StepTokens(bins)
+        tokens = StepTokens(bins, self.together)
         row_tokens = self.micro_batch_tokens or self.model.plan.row_tokens
         own_counts = [tokens.count(component) for component in COMPONENTS]
         counts = dict(zip(COMPONENTS, self.ranks.sum(own_counts), strict=True))

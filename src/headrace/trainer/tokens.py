@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -50,7 +51,9 @@ class MicroBatch:
 class StepTokens:
     """The flat arrays of a step. Streams that no bin has stay absent and cost nothing."""
 
-    def __init__(self, bins: list[Bin]) -> None:
+    def __init__(self, bins: list[Bin], together: int = 1) -> None:
+        """`together`: packed samples in a row that a micro-batch contains all or none of, and next to each other."""
+        self.together = together
         self.lengths = np.concatenate([bin.lengths for bin in bins])
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.sources = np.concatenate([bin.sources for bin in bins])
@@ -74,8 +77,11 @@ class StepTokens:
         return len(self.token_ids)
 
     def count(self, component: str) -> int:
-        """Return the number of member tokens of a component."""
-        return int(self.members[component].sum())
+        """Return the number of member tokens of a component; of units with members if a unit is several samples."""
+        members = self.members[component]
+        if self.together == 1:
+            return int(members.sum())
+        return int(np.logical_or.reduceat(members, self.starts).sum()) // self.together
 
     def without_reference(self) -> StepTokens:
         """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty."""
@@ -90,14 +96,17 @@ class StepTokens:
         groups: list[list[int]] = []
         size, previous = 0, np.zeros(0, np.int64)
         trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts)).tolist()
-        for index in sorted(trained, key=lambda index: sort_key(self._of(index, self._prefix_keys))):
-            sequence = self._of(index, self._prefix_keys)
-            taken = self._taken(index, common_prefix(previous, sequence))
-            if not groups or size + taken > limit:
+        units = [list(unit) for _, unit in groupby(trained, lambda index: self.sources[index] // self.together)]
+        for unit in sorted(units, key=lambda unit: sort_key(self._of(unit[0], self._prefix_keys))):
+            sequences = [self._of(index, self._prefix_keys) for index in unit]
+            others = zip(unit[1:], pairwise(sequences), strict=True)
+            taken_by_others = sum(self._taken(index, common_prefix(*pair)) for index, pair in others)
+            taken = self._taken(unit[0], common_prefix(previous, sequences[0]))
+            if not groups or size + taken + taken_by_others > limit:
                 groups.append([])
-                size, taken = 0, self._taken(index, 0)
-            groups[-1].append(index)
-            size, previous = size + taken, sequence
+                size, taken = 0, self._taken(unit[0], 0)
+            groups[-1] += unit
+            size, previous = size + taken + taken_by_others, sequences[-1]
         return groups
 
     def _taken(self, index: int, shared: int) -> int:
