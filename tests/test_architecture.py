@@ -119,7 +119,7 @@ LAYERS = (
 TOOLS = (
     ("sweep", "view"),
     ("compare", "audit"),
-    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat"),
+    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs"),
     ("names", "statistics"),
 )
 """The same for the folders of `tools`."""

@@ -1,5 +1,6 @@
 """Trainers of several ranks in real runs: continued by another number of ranks, and with one of them killed."""
 
+import json
 import os
 import shutil
 import signal
@@ -169,16 +170,25 @@ def test_a_run_stopped_with_a_checkpoint_repeats_nothing_when_resumed(tmp_path: 
     assert draws_trained_once(run)
 
 
+PAIRS = [{"prompt": str(n), "chosen": f"{n + 1}", "rejected": "?" * (1 + n % 5)} for n in range(20)]
+
+
 @pytest.mark.full
-def test_two_ranks_learn_from_examples_what_one_learns(tmp_path: Path, tiny_model: Path):
+@pytest.mark.parametrize("kind", ["sft", "dpo", "dpo, lora"])
+def test_two_ranks_learn_from_examples_what_one_learns(tmp_path: Path, tiny_model: Path, kind: str):
+    command, _, lora = kind.partition(", ")
+    (data := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    source = {"sft": 'env = "reverse-text"', "dpo": f'path = "{data}"'}[command]
     losses = []
     for ranks in (1, 2):
         file = tmp_path / f"{ranks}.toml"
         file.write_text(
             f'output_dir = "{tmp_path / str(ranks)}"\nmax_steps = 4\nseq_len = 64\n[model]\nname = "{tiny_model}"\n'
-            '[data]\nenv = "reverse-text"\nbatch_size = 16\n[validation]\nenv = "reverse-text"\nmax_examples = 8\n'
+            f"[data]\n{source}\nbatch_size = 16\n[validation]\n{source}\nmax_examples = 8\n"
+            + ("[dpo]\nbeta = 0.5\n" if command == "dpo" else "")
+            + ("[lora]\nr = 4\n" if lora else "")
         )
-        code, output = headrace("sft", file, "--launch.trainer_processes", ranks)
+        code, output = headrace(command, file, "--launch.trainer_processes", ranks)
         assert code == 0, output
         records = list(read_metrics(RunDir(tmp_path / str(ranks)).metrics))
         losses.append([record[key] for record in records for key in ("loss", "val/loss") if key in record])

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from headrace.config.sft import SftDataConfig
 from headrace.errors import DataError
 from headrace.rollout.types import Message
-from headrace.trainer.sft_data import Rows, load_rows, read_rows
+from headrace.trainer.sft_data import Rows, open_rows
 from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -30,6 +31,14 @@ def write_lines(path: Path, *rows: Any) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
     return path
+
+
+def read_rows(path: Path, columns: dict[str, str] | None = None) -> Rows:
+    return open_rows(SftDataConfig(path=path, columns=columns or {}))
+
+
+def load_rows(name: str, subset: str | None, split: str, columns: dict[str, str] | None = None) -> Rows:
+    return open_rows(SftDataConfig(name=name, subset=subset, split=split, columns=columns or {}))
 
 
 def messages(rows: Rows) -> list[list[Message]]:

@@ -11,7 +11,7 @@ from headrace.errors import DataError
 from headrace.rollout.types import Sample
 from headrace.text.sft_conversation import SftConversation
 from headrace.trainer.sft_data import (
-    Conversations,
+    Examples,
     TruncationMonitor,
     fixed_sample,
     from_environment,
@@ -25,7 +25,7 @@ def numbered(count: int) -> list[SftConversation]:
     return [SftConversation([{"role": "assistant", "content": str(number)}]) for number in range(count)]
 
 
-def numbers(rows: Conversations) -> list[int]:
+def numbers(rows: Examples) -> list[int]:
     return [int(rows[index].messages[0]["content"]) for index in range(len(rows))]
 
 

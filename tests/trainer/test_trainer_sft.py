@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headrace.cli.main import main
-from headrace.config.sft import SftConfig
+from headrace.config.sft import SftConfig, SftDataConfig
 from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
@@ -26,7 +26,7 @@ from headrace.rollout.version import Version
 from headrace.text.sft_conversation import SftConversation
 from headrace.trainer import checkpoint, sft
 from headrace.trainer.checkpoint import TrainState
-from headrace.trainer.sft_data import open_conversations, open_rows, read_rows
+from headrace.trainer.sft_data import open_examples, open_rows
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented
 
@@ -148,7 +148,7 @@ def test_rows_that_validation_holds_out_are_never_trained_on(tmp_path: Path):
 
     for most, held in ((100, 5), (3, 3)):
         config = settings(tmp_path / "out", {}, data, validation={"fraction": 0.25, "max_examples": most})
-        training, held_out = open_conversations(config, open_rows(config.data), 0)
+        training, held_out = open_examples(config, open_rows(config.data), 0)
         trained, validated = answers(islice(training, 45)), answers(held_out)
         assert (len(set(trained)), len(validated)) == (15, held)
         assert not set(trained) & set(validated)
@@ -163,7 +163,7 @@ def test_validation_has_rows_of_its_own_whatever_the_seed_of_the_run(tmp_path: P
     for seed in (0, 1):
         data = {"path": tmp_path / "train.jsonl"}
         config = settings(tmp_path / "out", {}, data, seed=seed, validation=validation)
-        sets.append([c.messages[-1]["content"] for c in open_conversations(config, open_rows(config.data), 0)[1]])
+        sets.append([c.messages[-1]["content"] for c in open_examples(config, open_rows(config.data), 0)[1]])
     assert sets[0] == sets[1]
     assert len(set(sets[0])) == 4 and all(text.startswith("test") for text in sets[0])
 
@@ -228,7 +228,7 @@ def test_changed_data_is_reported_once_and_only_if_content_changed(tmp_path: Pat
         ([0, 1, 2, 3, 5, 4], {}),
     ):
         write_answers(path, numbers, **more)
-        sft.notify_changed_rows(read_rows(path), state, status)
+        sft.notify_changed_rows(open_rows(SftDataConfig(path=path)), state, status)
         said.append(len(status.current.notices))
     assert said == [0, 0, 1, 1]
     assert "still 6 examples" in status.current.notices[0]

@@ -44,18 +44,18 @@ def validation_of(directory: Path, samples: list[Sample], seq_len: int = 32) -> 
 @pytest.mark.parametrize("seq_len", [64, 12])
 def test_the_loss_is_the_mean_over_learned_tokens_whatever_is_packed_or_cut(directory: Path, seq_len: int):
     samples = supervised_samples(1, 9)
-    loss = validation_of(directory, samples, seq_len).loss()
-    assert loss == pytest.approx(plain_loss(directory, samples, seq_len), rel=1e-5)
+    means = validation_of(directory, samples, seq_len).measure()
+    assert means == pytest.approx({"loss": plain_loss(directory, samples, seq_len)}, rel=1e-5)
 
 
 def test_validating_leaves_no_gradient(directory: Path):
     model = PackedModel(directory)
-    Validation(model, supervised_samples(1, 3), 32).loss()
+    Validation(model, supervised_samples(1, 3), 32).measure()
     assert all(parameter.grad is None for parameter in model.named_parameters().values())
 
 
 def test_a_stop_leaves_no_loss(directory: Path):
-    assert validation_of(directory, supervised_samples(1, 2)).loss(stopped=lambda: True) is None
+    assert validation_of(directory, supervised_samples(1, 2)).measure(stopped=lambda: True) is None
 
 
 def test_examples_without_anything_to_learn_are_refused(directory: Path):

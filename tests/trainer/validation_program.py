@@ -33,6 +33,11 @@ def supervised_samples(seed: int, count: int) -> list[Sample]:
     return samples
 
 
+def measured_loss(validation: Validation) -> float | None:
+    means = validation.measure()
+    return None if means is None else means["loss"]
+
+
 def losses_around_a_step(directory: Path) -> list[list[float | None]]:
     """Of seven examples and of a single one, which leaves a rank without any: before the step, and after it."""
     ranks = Ranks()
@@ -40,9 +45,9 @@ def losses_around_a_step(directory: Path) -> list[list[float | None]]:
     sets = [supervised_samples(seed, count) for seed, count in ((1, 7), (2, 1))]
     validations = [Validation(model, s, 32) for s in sets]
     step = TrainStep(model, Optimizer(model.named_parameters()), {"ce": ce_loss})
-    before = [validation.loss() for validation in validations]
+    before = [measured_loss(validation) for validation in validations]
     step.run(pack_for_worker(ranks.index, supervised_samples(0, 5), 32, ranks.size, model.cost), 1e-2)
-    return [before, [validation.loss() for validation in validations]]
+    return [before, [measured_loss(validation) for validation in validations]]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.errors import BadInput
+
+if TYPE_CHECKING:  # brings Arrow
+    from headrace.transport.rollout_files import RolloutFiles
 
 RUN_FILES = (".toml", ".yaml", ".yml")
 """Suffixes of run files."""
@@ -122,3 +126,36 @@ def progress_line() -> Iterator[Callable[..., None]]:
             status.update(f"{what} ({done}/{total})" if total else what)
 
         yield show
+
+
+def step_span(text: str) -> tuple[int | None, int | None]:
+    """Parse `A:B`, inclusive, with either left out, or one step."""
+    first, colon, last = text.partition(":")
+    parts = [first, last if colon else first]
+    if not any(parts) or not all(part == "" or part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps, as 10:20, 10: or 10 is")
+    return (int(parts[0]) if parts[0] else None, int(parts[1]) if parts[1] else None)
+
+
+def choose_steps(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[int]:
+    """Return the saved steps in `span`; raises `BadInput` if there are none."""
+    saved = files.steps()
+    if not saved:
+        raise BadInput("no rollouts are saved here; a run saves those of every step", file=files.directory)
+    first, last = span
+    chosen = [step for step in saved if (first is None or step >= first) and (last is None or step <= last)]
+    if not chosen:
+        raise BadInput(
+            f"{files.directory} has {format_steps(saved)}",
+            key="--steps",
+            value=f"{'' if first is None else first}:{'' if last is None else last}",
+            fix="A run keeps the newest orchestrator.keep_rollouts steps.",
+        )
+    return chosen
+
+
+def format_steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    gaps = "" if len(steps) == steps[-1] - steps[0] + 1 else f" ({len(steps)} of them)"
+    return f"steps {steps[0]} to {steps[-1]}{gaps}"

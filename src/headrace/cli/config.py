@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.base import Config
+from headrace.config.dpo import DpoConfig
 from headrace.config.files import dump, read_file
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig, SftConfig
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
+from headrace.launch.saved_config import kind_of_tree
 from headrace.runfile.explain import children, explain, find, kinds_of, summary_of, value_words, values_at
 from headrace.runfile.hackable.plugins import explain_kwarg, kwargs_under
 from headrace.runfile.hackable.sections import HackableConfig
-from headrace.runfile.hackable.translation import OWN_SECTIONS, is_hackable
+from headrace.runfile.hackable.translation import OWN_SECTIONS
 from headrace.runfile.reading import load, merge
 from headrace.runfile.run import RunConfig
 
 WIDTH = 100
+KINDS: tuple[type[Config], ...] = (RunConfig, SftConfig, DpoConfig)
 
 
 def configure_config(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +46,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     elif files:
         print(explanation(kind, key, load(kind, files)[0].model_dump(mode="json", exclude_none=True)))
     else:
-        print(explanation(RunConfig if find(RunConfig, key) or not find(SftConfig, key) else SftConfig, key))
+        print(explanation(next((kind for kind in KINDS if find(kind, key)), RunConfig), key))
     return 0
 
 
@@ -55,20 +58,14 @@ def merge_files(files: Sequence[Path]) -> dict[str, Any]:
     return tree
 
 
-def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[SftConfig] | None:
-    """Return the type of the run, or None if the files could be of either.
-
-    Supervised training has examples, and neither an orchestrator nor a data provider.
-    """
-    tree = merge_files(files)
-    if "orchestrator" in tree or is_hackable(tree):
-        return RunConfig
-    return SftConfig if "data" in tree else None
+def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[OfflineConfig] | None:
+    """Return the kind of a run by its run files; None if they could be of several."""
+    return kind_of_tree(merge_files(files))
 
 
 def _is_hackable_key(key: str) -> bool:
     """Return whether it is a key, valid or not, of a run file with data, rewards and an objective."""
-    own = key.partition(".")[0] in OWN_SECTIONS and not find(SftConfig, key)
+    own = key.partition(".")[0] in OWN_SECTIONS and not any(find(kind, key) for kind in KINDS)
     in_table = key.startswith("trainer.optim.")  # only a run file has a table there
     return own or (bool(find(HackableConfig, key)) and not in_table)
 

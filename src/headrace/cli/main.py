@@ -46,6 +46,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "rl": Command("training", "train a model with reinforcement learning; supervises the three processes.", "all"),
     "sft": Command("training", "train a model on examples.", "all"),
+    "dpo": Command("training", "train a model on preference pairs: chosen and rejected completions.", "all"),
+    "pairs": Command("pairs", "write preference pairs from the rollouts of a run."),
     "prepare": Command(
         "prepare", "check a run, resolve its model and data, write its directory; start nothing.", "all"
     ),
@@ -55,7 +57,7 @@ COMMANDS = {
     "probe": Command("probe", "test an environment before training: hostile answers, prompts, rewards.", "dotted"),
     "check-algorithm": Command("check_algorithm", "test an algorithm with worked numbers and invariants.", "dotted"),
     "orchestrator": Command("processes", "start only the orchestrator of a run; it continues where its journal ends."),
-    "trainer": Command("processes", "start only the trainer of a run, an RL run or an SFT run."),
+    "trainer": Command("processes", "start only the trainer of a run of any kind."),
     "node": Command("node", "take part in a run of several hosts: run the processes that its launcher starts here."),
     "scale": Command("scale", "change the number of inference servers of a run while it runs."),
     "eval": Command("eval", "evaluate finished models on an environment: accuracy, pass@k, format, lengths."),

@@ -1,6 +1,6 @@
 """`headrace prepare`: check a run, resolve its model and data, and write its directory; start nothing.
 
-`headrace rl` and `headrace sft` begin with the same steps.
+`headrace rl`, `headrace sft` and `headrace dpo` begin with the same steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.cli.common import add_run_arguments
 from headrace.cli.config import kind_of
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.launch.errors import BadRequest, naming_run
 from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables
@@ -33,14 +33,14 @@ if TYPE_CHECKING:  # imported later, after the renderers
     from headrace.launch.checks import Subject
     from headrace.launch.resources import PlannedRun
 
-Kind = type[RunConfig] | type[SftConfig]
+Kind = type[RunConfig] | type[OfflineConfig]
 
 
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that passed all checks and whose model exists. Its directory is not changed yet."""
 
-    config: RunConfig | SftConfig
+    config: RunConfig | OfflineConfig
     plan: DirectoryPlan
     code_folders: Sequence[str]
     again: str
@@ -53,7 +53,7 @@ class PreparedRun:
         return RunDir(self.plan.directory)
 
     def write(self) -> None:
-        """Write the run directory, from which `headrace rl|sft RUN/config.toml --resume` starts the run."""
+        """Write the run directory, from which `headrace rl|sft|dpo RUN/config.toml --resume` starts the run."""
         with naming_run(self.run.root):
             self.plan.apply()
             with hold(self.run.root):
@@ -70,13 +70,9 @@ def run_prepare(arguments: argparse.Namespace) -> int:
     if prepared is not None:
         prepared.write()
         run = prepared.run
-        command = shlex.join(["headrace", command_of(type(prepared.config)), str(run.config), "--resume"])
+        command = shlex.join(["headrace", prepared.config.COMMAND, str(run.config), "--resume"])
         print(f"prepared {run.root}; start it, and continue it later, with: {command}")
     return 0
-
-
-def command_of(kind: Kind) -> str:
-    return "rl" if issubclass(kind, RunConfig) else "sft"
 
 
 def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
@@ -125,7 +121,7 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
     return PreparedRun(config, plan, folders, _command_to_continue(kind, arguments, plan), planned)
 
 
-def _dry_run(config: RunConfig | SftConfig, checked: Subject) -> list[str]:
+def _dry_run(config: RunConfig | OfflineConfig, checked: Subject) -> list[str]:
     """Return what the checks found, where the processes would run, and what they need of this machine."""
     from headrace.launch.placement_table import describe_placement
     from headrace.launch.resources import plan_here
@@ -147,7 +143,7 @@ def _dry_run(config: RunConfig | SftConfig, checked: Subject) -> list[str]:
 
 
 def _command_to_continue(kind: Kind, arguments: argparse.Namespace, plan: DirectoryPlan) -> str:
-    words = [command_of(kind), *map(str, arguments.files), *arguments.overrides]
+    words = [kind.COMMAND, *map(str, arguments.files), *arguments.overrides]
     if plan.fork_of is not None:
         words = [word for word in words if not word.startswith("--output_dir=")]
         if "--output_dir" in words:
@@ -158,15 +154,14 @@ def _command_to_continue(kind: Kind, arguments: argparse.Namespace, plan: Direct
 
 
 def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
-    """Raise `ConfigError` for a run file of `sft` given to `rl`, and the reverse, instead of one error per key."""
+    """Raise `ConfigError` for a run file of another command, instead of one error per key."""
     other = kind_of(files)
     if other is not None and other is not kind:
-        command = command_of(other)
-        fix = shlex.join(["headrace", command, *map(str, files)])
-        raise ConfigError(f"a run file of headrace {command}", file=files[0], fix=f"Write: {fix}")
+        fix = shlex.join(["headrace", other.COMMAND, *map(str, files)])
+        raise ConfigError(f"a run file of headrace {other.COMMAND}", file=files[0], fix=f"Write: {fix}")
 
 
-def _plan(arguments: argparse.Namespace, config: RunConfig | SftConfig) -> DirectoryPlan:
+def _plan(arguments: argparse.Namespace, config: RunConfig | OfflineConfig) -> DirectoryPlan:
     """Return what will be done with `output_dir`; raises if it cannot be done."""
     from headrace.launch.placement import place
     from headrace.launch.placement_table import expected_hosts

@@ -17,7 +17,8 @@ from types import FrameType
 from typing import NoReturn
 
 from headrace.cli.common import add_resume
-from headrace.config.sft import SftConfig
+from headrace.config.dpo import DpoConfig
+from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import TrainingConfig
 from headrace.environments.isolation import SandboxSettings, apply_settings
 from headrace.errors import SAVED, Repaired
@@ -173,7 +174,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     engines = colocated_engines(config, arguments.sharing) if arguments.sharing else None
     is_first = os.environ.get("RANK", "0") == "0"
     # An orchestrator, if there is one, forwards the metrics, because it ends last.
-    forwards = is_first and isinstance(config, SftConfig) and not config.evaluates
+    forwards = is_first and isinstance(config, OfflineConfig) and not config.evaluates
     monitors = (config.wandb, config.tensorboard) if forwards else (None, None)
     with (
         hold_epoch(run.root, "trainer") if is_first else nullcontext(),
@@ -198,9 +199,11 @@ def run_trainer(arguments: argparse.Namespace) -> int:
             ).run()
         else:
             with frozen_imports():
+                from headrace.trainer.dpo import DpoTrainer
                 from headrace.trainer.sft import SftTrainer
 
-            SftTrainer(
+            trainer = DpoTrainer if isinstance(config, DpoConfig) else SftTrainer
+            trainer(
                 config,
                 resume=resume,
                 stopped=request.stopped,
@@ -214,7 +217,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     return request.exit_code
 
 
-def colocated_engines(config: RunConfig | SftConfig, sharing: str) -> ColocatedEngines:
+def colocated_engines(config: RunConfig | OfflineConfig, sharing: str) -> ColocatedEngines:
     """Describe the servers that share the device with a run's trainer."""
     trainer = config.trainer if isinstance(config, RunConfig) else config
     inference, servers = config.inference, config.launch.inference_servers or 1
@@ -269,6 +272,6 @@ def _check_resume(directory: Path, resume: str | None) -> str | None:
             f"not the newest checkpoint of {directory}",
             key="--resume",
             value=resume,
-            fix="To go back to it, use headrace rl or headrace sft.",
+            fix="To go back to it, use headrace rl, headrace sft or headrace dpo.",
         )
     return LATEST

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.text import Text
 
-from headrace.cli.common import add_format, progress_line
+from headrace.cli.common import add_format, choose_steps, format_steps, progress_line, step_span
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run, run_directory
@@ -31,7 +31,9 @@ PIPE_WIDTH = 120
 
 def configure_rescore(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
-    parser.add_argument("--steps", metavar="A:B", type=_span, default=(None, None), help="only these steps [all saved]")
+    parser.add_argument(
+        "--steps", metavar="A:B", type=step_span, default=(None, None), help="only these steps [all saved]"
+    )
     parser.add_argument("--algo", metavar="TYPE", help="the algorithm [the run's own: then nothing may differ]")
     parser.add_argument("--length-penalty", metavar="TYPE", help="its length penalty: linear, tokens, turns, overlong")
     parser.add_argument("--env", metavar="NAME", help="only this environment of the run")
@@ -55,16 +57,16 @@ def run_rescore(arguments: argparse.Namespace) -> int:
     for name, algo in after.items():
         check_rescorable(name, before[name], algo, penalties.get(name))
     files = RolloutFiles(run.rollouts)
-    steps = _choose_steps(files, arguments.steps)
+    steps = choose_steps(files, arguments.steps)
     journal = Journal(run.journal, read_only=True) if run.journal.is_file() else None
     with progress_line() as progress:
         outcome = asyncio.run(rescore_run(altered.orchestrator, files, steps, env, progress, penalties, journal))
     if not outcome.comparison.rollouts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items()) or "there were none"
-        raise BadInput(f"no rollout was credited with its group: {reasons}", key="--steps", value=_format_steps(steps))
+        raise BadInput(f"no rollout was credited with its group: {reasons}", key="--steps", value=format_steps(steps))
     is_own = before == after and not penalties
     labels = describe_all(before, {}), describe_all(after, penalties)
-    title = f"{run.root.resolve().name}: credit of {_format_steps(steps)}"
+    title = f"{run.root.resolve().name}: credit of {format_steps(steps)}"
     names = dict.fromkeys(short_name(algo, penalties.get(env)) for env, algo in after.items())
     plot = (arguments.output or run.root) / f"rescore-{'-'.join(names)}.svg"
     write_atomically(plot, rescore_chart(title, labels, outcome.comparison, outcome.advantages).encode())
@@ -78,30 +80,6 @@ def run_rescore(arguments: argparse.Namespace) -> int:
                 f"{after[name].type} takes no length penalty in a run, grpo and echo do: here it is added to its credit"
             )
     return 1 if is_own and not outcome.comparison.same else 0
-
-
-def _choose_steps(files: RolloutFiles, span: tuple[int | None, int | None]) -> list[int]:
-    """Return the saved steps in `span`; raises `BadInput` if there are none."""
-    saved = files.steps()
-    if not saved:
-        raise BadInput("no rollouts are saved here; a run saves those of every step", file=files.directory)
-    first, last = span
-    chosen = [step for step in saved if (first is None or step >= first) and (last is None or step <= last)]
-    if not chosen:
-        raise BadInput(
-            f"{files.directory} has {_format_steps(saved)}",
-            key="--steps",
-            value=f"{'' if first is None else first}:{'' if last is None else last}",
-            fix="A run keeps the newest orchestrator.keep_rollouts steps.",
-        )
-    return chosen
-
-
-def _format_steps(steps: Sequence[int]) -> str:
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    gaps = "" if len(steps) == steps[-1] - steps[0] + 1 else f" ({len(steps)} of them)"
-    return f"steps {steps[0]} to {steps[-1]}{gaps}"
 
 
 def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, is_own: bool, plot: Path) -> None:
@@ -150,12 +128,3 @@ def _print_json(root: Path, steps: Sequence[int], labels: tuple[str, str], outco
         "plot": str(plot),
     }
     print(json.dumps(content))
-
-
-def _span(text: str) -> tuple[int | None, int | None]:
-    """Parse `A:B`, inclusive, with either left out, or one step."""
-    first, colon, last = text.partition(":")
-    parts = [first, last if colon else first]
-    if not any(parts) or not all(part == "" or part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps, as 10:20, 10: or 10 is")
-    return (int(parts[0]) if parts[0] else None, int(parts[1]) if parts[1] else None)

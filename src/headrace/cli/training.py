@@ -1,4 +1,4 @@
-"""`headrace rl` and `headrace sft`: from files on the command line to a launched run."""
+"""`headrace rl`, `headrace sft` and `headrace dpo`: from files on the command line to a launched run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from headrace.cli.common import add_run_arguments
-from headrace.cli.prepare import Kind, PreparedRun, command_of, notify, prepare
+from headrace.cli.prepare import Kind, PreparedRun, notify, prepare
+from headrace.config.dpo import DpoConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import SAVED
 from headrace.launch.errors import naming_run
@@ -41,6 +42,9 @@ def configure_sft(parser: argparse.ArgumentParser) -> None:
     _add_print(parser)
 
 
+configure_dpo = configure_sft
+
+
 def _add_print(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="with launch.on slurm: write the batch script, submit nothing"
@@ -53,6 +57,10 @@ def run_rl(arguments: argparse.Namespace) -> int:
 
 def run_sft(arguments: argparse.Namespace) -> int:
     return _run(SftConfig, arguments)
+
+
+def run_dpo(arguments: argparse.Namespace) -> int:
+    return _run(DpoConfig, arguments)
 
 
 def _run(kind: Kind, arguments: argparse.Namespace) -> int:
@@ -102,7 +110,7 @@ def _submit(prepared: PreparedRun, *, only_print: bool) -> int:
 
     run, launch = prepared.run, prepared.config.launch
     size = JobSize(needs_of(prepared.config).nodes, launch.gpus_per_node)
-    text = run_script(run, command_of(type(prepared.config)), launch.slurm, size)
+    text = run_script(run, prepared.config.COMMAND, launch.slurm, size)
     with nullcontext() if only_print else submitted(text) as job:
         prepared.write()
         script = write_script(run, text)

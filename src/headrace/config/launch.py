@@ -57,7 +57,7 @@ class RayConfig(Config):
 
 
 class LaunchConfig(Config):
-    """How `headrace rl` and `headrace sft` run the processes, and on which hosts."""
+    """How `headrace rl`, `headrace sft` and `headrace dpo` run the processes, and on which hosts."""
 
     on: Literal["local", "nodes", "slurm", "ray"] = "local"
     """`local`: this machine. `nodes`: hosts on which `headrace node RUN` was started. `slurm`: a SLURM job. `ray`: a

@@ -1,10 +1,10 @@
-"""The run file of `headrace sft`."""
+"""The run file of `headrace sft`, and what it shares with that of `headrace dpo`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ BELONGS = {"split": ("name",), "subset": ("name",), "columns": ("path", "name"),
 """Keys of a source of examples, each with the origins that use it."""
 
 
-def _exclusive(section: str, *origins: str) -> Iterator[tuple[str, str]]:
+def exclusive(section: str, *origins: str) -> Iterator[tuple[str, str]]:
     """Pair each origin with the keys that it does not use: setting it in a later file drops them."""
     for origin in origins:
         yield from ((f"{section}.{origin}", f"{section}.{key}") for key, own in BELONGS.items() if origin not in own)
@@ -59,53 +59,65 @@ class ColumnsConfig(Config):
 class SourceConfig(Config):
     """Where examples come from."""
 
+    ORIGINS: ClassVar[tuple[str, ...]] = ("path", "name")
+    """Keys of which exactly one is given."""
+
     path: Path | None = None
-    """JSONL or Parquet, a file or a directory of such files: `messages`, or `prompt` and `completion`."""
+    """JSONL or Parquet, a file or a directory of such files."""
     name: str | None = None
     """A Hugging Face dataset: its name on the hub, or a local directory that the `datasets` library understands."""
     split: str | None = None
     """Split of the dataset `name`; unset: `train`."""
     subset: str | None = None
     """Subset of the dataset `name`, where it has several."""
-    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    env: str | None = None
-    """An environment that can demonstrate its own tasks."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment `env`."""
+    columns: Config = Field(default_factory=Config)
+    """Column names of the data."""
 
-    def origin_problems(self, *origins: str) -> Iterator[InvalidValue]:
-        """Yield what is wrong unless exactly one of `origins` is given, and with it only what belongs to it."""
-        given = [origin for origin in origins if getattr(self, origin) is not None]
-        one = f"Give exactly one of {', '.join(origins[:-1])} and {origins[-1]}."
+    def problems(self) -> Iterator[InvalidValue]:
+        """Yield what is wrong unless exactly one origin is given, and with it only what belongs to it."""
+        given = [origin for origin in self.ORIGINS if getattr(self, origin) is not None]
+        one = f"Give exactly one of {', '.join(self.ORIGINS[:-1])} and {self.ORIGINS[-1]}."
         if len(given) > 1:
             yield self.invalid(given[-1], f"{given[0]} is set, too", one)
         for key, owners in BELONGS.items():
-            value = getattr(self, key)
-            if not {*given} & {*owners} and value not in (None, {}, ColumnsConfig()):
+            value = getattr(self, key, None)
+            shown = value.model_dump(exclude_none=True) if isinstance(value, Config) else value
+            if not {*given} & {*owners} and shown not in (None, {}):
                 yield InvalidValue(
                     f"belongs to {' or '.join(owners)}, and {given[0] if given else 'nothing'} is given",
                     key=key,
-                    value=value.model_dump(exclude_none=True) if isinstance(value, Config) else value,
+                    value=shown,
                     fix="Leave it out." if given else one,
                 )
         if not given:
             yield InvalidValue("no source of examples is set", fix=one)
 
 
-class SftDataConfig(SourceConfig):
-    """Exactly one of `path`, `name` and `env`."""
+class ConversationsConfig(SourceConfig):
+    """Conversations: `messages`, or `prompt` and `completion`."""
+
+    ORIGINS: ClassVar[tuple[str, ...]] = ("path", "name", "env")
+
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
+    env: str | None = None
+    """An environment that can demonstrate its own tasks."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment `env`."""
+
+
+class TrainingDataConfig(SourceConfig):
+    """Exactly one source of examples."""
 
     batch_size: int = Field(64, ge=1)
     """Examples per step."""
     pack: bool = True
     """Several examples in one pass of the model, none of which sees another; false: one at a time, to the same loss."""
 
-    def problems(self) -> Iterator[InvalidValue]:
-        return self.origin_problems("path", "name", "env")
 
+class HeldOutConfig(SourceConfig):
+    """Examples to measure the loss on: one source, or `fraction`."""
 
-class ValidationConfig(SourceConfig):
-    """Examples to measure the loss on: exactly one of `path`, `name`, `env` and `fraction`."""
+    ORIGINS: ClassVar[tuple[str, ...]] = ("path", "name", "fraction")
 
     fraction: float | None = Field(None, gt=0, lt=1)
     """Fraction of the rows of `[data]` to hold out."""
@@ -115,13 +127,23 @@ class ValidationConfig(SourceConfig):
     """Most examples per validation; of more, the same random selection each time."""
 
     def problems(self) -> Iterator[InvalidValue]:
-        yield from self.origin_problems("path", "name", "env", "fraction")
+        yield from super().problems()
         if self.name is not None and self.split is None:
             yield InvalidValue(
                 "required with name, and not set",
                 key="split",
                 fix="Set the split of the dataset that is for validation.",
             )
+
+
+class SftDataConfig(ConversationsConfig, TrainingDataConfig):
+    """Exactly one of `path`, `name` and `env`."""
+
+
+class ValidationConfig(ConversationsConfig, HeldOutConfig):
+    """Examples to measure the loss on: exactly one of `path`, `name`, `env` and `fraction`."""
+
+    ORIGINS = ("path", "name", "env", "fraction")
 
 
 class SftEvalConfig(EvalConfig):
@@ -134,27 +156,18 @@ class SftEvalConfig(EvalConfig):
         return env_name_problems("env", self.env)
 
 
-class SftConfig(TrainingConfig):
+class OfflineConfig(TrainingConfig):
+    """A run that trains on examples, which it does not sample itself: of `headrace sft` and of `headrace dpo`."""
+
+    COMMAND: ClassVar[str]
+    """The command that such a run file is for."""
     PATHS_OF_FILE = ("data.path", "validation.path", "model.sft")
-    ALTERNATIVES = (
-        MODEL_ORIGINS,
-        ("data.path", "data.name", "data.env"),
-        ("validation.path", "validation.name", "validation.env", "validation.fraction"),
-        *_exclusive("data", "path", "name", "env"),
-        *_exclusive("validation", "path", "name", "env", "fraction"),
-        *(
-            (f"{section}.columns.messages", f"{section}.columns.{key}")
-            for section in ("data", "validation")
-            for key in ("prompt", "completion")
-        ),
-        ("scheduler.decay_steps", "scheduler.decay_fraction"),
-    )
     TEXT_FOR = {"model": "name", "renderer": "name", "environments.sandbox": "kind"}  # noqa: RUF012
 
-    data: SftDataConfig
+    data: TrainingDataConfig
     """The examples to train on."""
-    validation: ValidationConfig | None = None
-    """Examples for the validation loss; unset: none. They should not be trained on: for an `env`, set `args.split`."""
+    validation: HeldOutConfig | None = None
+    """Held-out examples; unset: none. They should not be trained on."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
     """How chat messages are rendered to tokens."""
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, exclude_if=evaluates_nothing)
@@ -173,12 +186,6 @@ class SftConfig(TrainingConfig):
             yield InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
         if self.seq_len is None:
             yield InvalidValue("required, and not set", key="seq_len", fix="Set the longest sequence in tokens.")
-        if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
-            yield self.invalid(
-                "validation.fraction",
-                "a share of the rows is held out, and the demonstrations of data.env have no end",
-                "Set validation.env instead.",
-            )
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
                 yield InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
@@ -187,7 +194,7 @@ class SftConfig(TrainingConfig):
         if self.launch.sharing == "alternate":
             yield self.invalid(
                 "launch.sharing",
-                "the trainer of an SFT run never waits, so that evaluation would never get the GPU",
+                "the trainer of such a run never waits, so that evaluation would never get the GPU",
                 "Leave it out.",
             )
 
@@ -224,3 +231,34 @@ class SftConfig(TrainingConfig):
             eval=self.eval,
             drift_probes=0,
         )
+
+
+class SftConfig(OfflineConfig):
+    COMMAND = "sft"
+    ALTERNATIVES = (
+        MODEL_ORIGINS,
+        ("data.path", "data.name", "data.env"),
+        ("validation.path", "validation.name", "validation.env", "validation.fraction"),
+        *exclusive("data", "path", "name", "env"),
+        *exclusive("validation", "path", "name", "env", "fraction"),
+        *(
+            (f"{section}.columns.messages", f"{section}.columns.{key}")
+            for section in ("data", "validation")
+            for key in ("prompt", "completion")
+        ),
+        ("scheduler.decay_steps", "scheduler.decay_fraction"),
+    )
+
+    data: SftDataConfig
+    """The examples to train on."""
+    validation: ValidationConfig | None = None
+    """Examples for the validation loss; unset: none. They should not be trained on: for an `env`, set `args.split`."""
+
+    def problems(self) -> Iterator[InvalidValue]:
+        yield from super().problems()
+        if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
+            yield self.invalid(
+                "validation.fraction",
+                "a share of the rows is held out, and the demonstrations of data.env have no end",
+                "Set validation.env instead.",
+            )

@@ -1,7 +1,7 @@
 """Check a run before any of its processes starts: without a GPU, without torch, in about a second.
 
-`headrace rl` and `headrace sft` start with these checks; `--dry-run` stops after them. All problems are reported
-together. A user's loss is checked by its source, since importing it would import torch.
+`headrace rl`, `headrace sft` and `headrace dpo` start with these checks; `--dry-run` stops after them. All problems are
+reported together. A user's loss is checked by its source, since importing it would import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from renderers.base import Renderer
 
 from headrace.algorithms.user_function import load_function
 from headrace.config.orchestrator import EnvConfig
-from headrace.config.sft import SftConfig, SftEvalConfig, SourceConfig
+from headrace.config.sft import ConversationsConfig, OfflineConfig, SftEvalConfig, SourceConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.data.tables import DataNotHere
 from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
@@ -38,10 +38,9 @@ from headrace.runfile.reading import filled_sources
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import cached_model_directory, model_directory, read_settings
 from headrace.text.renderer import make_renderer
-from headrace.text.sft_conversation import SftConversation
 from headrace.text.tokenizer import shared_tokenizer
 from headrace.trainer.losses.custom import CustomLossConfig
-from headrace.trainer.sft_data import from_environment, sample_rows
+from headrace.trainer.sft_data import Example, from_environment, sample_rows
 from headrace.trainer.tiny import write_tiny_settings
 
 SLOW_S = 2.0
@@ -52,7 +51,7 @@ SLOW_S = 2.0
 class Subject:
     """A run that is checked, and the results of the checks."""
 
-    config: RunConfig | SftConfig
+    config: RunConfig | OfflineConfig
     scratch: Path
     """A temporary folder."""
     began_with: str | None = None
@@ -80,7 +79,7 @@ class Subject:
 Check = Callable[[Subject], Iterator[BadInput]]
 
 
-def check_run(config: RunConfig | SftConfig, began_with: str | None = None, *, downloads: bool = True) -> Subject:
+def check_run(config: RunConfig | OfflineConfig, began_with: str | None = None, *, downloads: bool = True) -> Subject:
     """Run all checks, with the run's sandbox. Raises `BadInput` with all problems, or returns the results.
 
     Without `downloads`, a notice reports data that is not on this machine. With `HF_HUB_OFFLINE` it is a problem.
@@ -230,11 +229,14 @@ def check_environments(subject: Subject) -> Iterator[BadInput]:
 
 def check_data(subject: Subject) -> Iterator[BadInput]:
     """Check that examples can be read, and have tokens to train on within `seq_len`."""
-    if not isinstance(subject.config, SftConfig):
+    if not isinstance(subject.config, OfflineConfig):
         return
     sources = {"data": subject.config.data, "validation": subject.config.validation}
     for key, source in sources.items():
-        if source is None or (origin := next((o for o in ("path", "name", "env") if getattr(source, o)), None)) is None:
+        if (
+            source is None
+            or (origin := next((o for o in source.ORIGINS if o != "fraction" and getattr(source, o)), None)) is None
+        ):
             continue
         name = f"{key}.{origin}"
         try:
@@ -289,7 +291,7 @@ def _base_of_sft_model(subject: Subject, file: Path) -> Path | None:
     return start.model
 
 
-def _environments(config: RunConfig | SftConfig) -> list[tuple[str, EnvConfig, Any, int]]:
+def _environments(config: RunConfig | OfflineConfig) -> list[tuple[str, EnvConfig, Any, int]]:
     """Return every environment with its key, the sampling defaults, and the maximum length of a conversation."""
     slots: dict[str, Any]
     if isinstance(config, RunConfig):
@@ -346,19 +348,20 @@ def _check_prompt_lengths(
     )
 
 
-def _examples(source: SourceConfig, key: str, seed: int) -> Generator[SftConversation, None, None]:
+def _examples(source: SourceConfig, key: str, seed: int) -> Generator[Example, None, None]:
     """Yield some of a source's examples; none of a dataset that would have to be downloaded."""
-    if source.env is not None:
-        yield from islice(from_environment(load_environment(source.env, source.args, key), seed, 0), MAX_SAMPLED)
+    if isinstance(source, ConversationsConfig) and source.env is not None:
+        environment = load_environment(source.env, source.args, key)
+        yield from islice(from_environment(environment, seed, 0), MAX_SAMPLED)
     elif source.path is not None:
-        yield from sample_rows(source.path, source.columns.model_dump(exclude_none=True), MAX_SAMPLED)
+        yield from sample_rows(source.path, source, MAX_SAMPLED)
 
 
-def _check_example_lengths(subject: Subject, key: str, examples: Iterator[SftConversation]) -> Iterator[BadInput]:
+def _check_example_lengths(subject: Subject, key: str, examples: Iterator[Example]) -> Iterator[BadInput]:
     if subject.renderer is None:
         next(examples, None)  # the first is still read and checked
         return
-    samples = render_examples(examples, subject.renderer)
+    samples = render_examples(examples, subject.renderer, subject.seq_len)
     if not samples:
         return
     lengths = [len(sample) for sample in samples]

@@ -18,7 +18,7 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump
 from headrace.config.kubernetes import KubernetesConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import Host, HostRole
 from headrace.launch.node import JOINED
 from headrace.launch.placement import place
@@ -58,7 +58,7 @@ SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 Object = dict[str, Any]
 
 
-def manifest(config: RunConfig | SftConfig) -> str:
+def manifest(config: RunConfig | OfflineConfig) -> str:
     """Return the objects as YAML, with the placement of the run's processes as a comment."""
     pods = Pods(config)
     comments = [
@@ -89,9 +89,9 @@ _Dumper.add_representer(
 class Pods:
     """The pods of a run. Raises `ConfigError` if they cannot run it."""
 
-    def __init__(self, config: RunConfig | SftConfig) -> None:
+    def __init__(self, config: RunConfig | OfflineConfig) -> None:
         self.config, self.settings = config, config.launch.kubernetes or KubernetesConfig()
-        self.command = "rl" if isinstance(config, RunConfig) else "sft"
+        self.command = config.COMMAND
         if self.settings.image is None:
             fix = "Name an image that contains Headrace: repository:tag."
             raise ConfigError("not set", key="launch.kubernetes.image", fix=fix)
@@ -281,7 +281,7 @@ def refuse_secrets(launch: LaunchConfig, secrets: Mapping[str, str]) -> None:
             raise ConfigError(fact, key=f"launch.env_from.{name}", value=source, fix=fix.format(source))
 
 
-def refuse_local_paths(config: RunConfig | SftConfig) -> None:
+def refuse_local_paths(config: RunConfig | OfflineConfig) -> None:
     """Raise `ConfigError` for a file or directory of this machine, which the pods do not see."""
     for key, value in leaves(config.model_dump(mode="json", exclude_none=True)).items():
         is_path = isinstance(value, str) and (key.endswith("model.name") or value.startswith("/"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import Host
 from headrace.launch.hosts.local import this_machine
 from headrace.launch.placement import Place, Placement, place
@@ -15,7 +15,7 @@ from headrace.runfile.run import RunConfig
 COLUMNS = ("process", "host", "GPUs", "address", "threads")
 
 
-def expected_hosts(config: RunConfig | SftConfig) -> list[Host]:
+def expected_hosts(config: RunConfig | OfflineConfig) -> list[Host]:
     """Return the hosts of a run before any has joined: this machine, or the number of equal hosts that it asks for.
 
     Their cores are not known: those of this machine stand for them.
@@ -28,7 +28,7 @@ def expected_hosts(config: RunConfig | SftConfig) -> list[Host]:
     return [Host(name, name, gpus, usable_cores()) for name in names]
 
 
-def describe_placement(config: RunConfig | SftConfig) -> list[str]:
+def describe_placement(config: RunConfig | OfflineConfig) -> list[str]:
     """Return the table, and what is idle. Raises `ConfigError` if the run does not fit on the expected hosts."""
     hosts = expected_hosts(config)
     lines = table(place(hosts, needs_of(config)), config.launch.threads)

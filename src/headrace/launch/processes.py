@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.placement import Needs, Place, Placement, Sharing
 from headrace.machine import VISIBLE_GPUS_VAR
@@ -18,7 +18,7 @@ TRAINER_GROUP = "trainer"
 RENDEZVOUS = "--rendezvous"
 
 
-def needs_of(config: RunConfig | SftConfig) -> Needs:
+def needs_of(config: RunConfig | OfflineConfig) -> Needs:
     """Return what a run asks of its hosts."""
     numbers = config.launch.model_dump(include=set(Needs.__annotations__))
     servers = has_servers(config)
@@ -31,18 +31,18 @@ def needs_of(config: RunConfig | SftConfig) -> Needs:
     )
 
 
-def has_servers(config: RunConfig | SftConfig) -> bool:
+def has_servers(config: RunConfig | OfflineConfig) -> bool:
     """Whether the run starts inference servers of its own."""
     return not config.orchestrator.client.base_url if isinstance(config, RunConfig) else config.evaluates
 
 
-def sharing_of(config: RunConfig | SftConfig, placement: Placement) -> Sharing | None:
+def sharing_of(config: RunConfig | OfflineConfig, placement: Placement) -> Sharing | None:
     """Return how trainer and servers share a device. The trainer of an SFT run does not wait for samples."""
     return placement.sharing(config.launch.sharing, trainer_waits=isinstance(config, RunConfig))
 
 
 def processes_of(
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     run: RunDir,
     placement: Placement,
     *,
@@ -83,7 +83,7 @@ def processes_of(
 
 
 def _server(
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     run: RunDir,
     placement: Placement,
     place: Place,
@@ -105,7 +105,7 @@ def _server(
 
 
 def _trainer(
-    config: RunConfig | SftConfig, run: RunDir, placement: Placement, place: Place, sharing: Sharing | None
+    config: RunConfig | OfflineConfig, run: RunDir, placement: Placement, place: Place, sharing: Sharing | None
 ) -> list[str]:
     """Return the command of a member of the trainer's group; the port of its rendezvous is not known yet."""
     members = placement.trainer

@@ -17,7 +17,7 @@ from renderers.base import Renderer
 from headrace.environments.base import Environment, evenly_spaced
 from headrace.rollout.types import Message, Sample, Task
 from headrace.text.prompt import PromptRenderer
-from headrace.text.sft_conversation import SftConversation, render_sample
+from headrace.trainer.sft_data import Example
 
 Tool = dict[str, Any]
 
@@ -52,12 +52,29 @@ def prompt_lengths(environment: Environment, tasks: Sequence[Task], renderer: Re
     return asyncio.run(measure())
 
 
-def render_examples(conversations: Iterable[SftConversation], renderer: Renderer) -> list[Sample]:
+def first_tools(environment: Environment, tasks: Sequence[Task]) -> dict[str, list[Tool]]:
+    """Return the tools of the first model call by task key; none if the first task has none. Raises `NoModelCall`."""
+
+    async def ask() -> dict[str, list[Tool]]:
+        tools: dict[str, list[Tool]] = {}
+        try:
+            for task in tasks:
+                tools[task.key] = (await _first_call(environment, task))[1]
+                if not any(tools.values()):
+                    break
+        finally:
+            await asyncio.wait_for(environment.close(), EPISODE_TIMEOUT_S)
+        return tools
+
+    return asyncio.run(ask())
+
+
+def render_examples(examples: Iterable[Example], renderer: Renderer, seq_len: int) -> list[Sample]:
     """Return the first examples as the trainer will render them."""
     end = time.monotonic() + MEASURE_S
-    samples = []
-    for conversation in islice(conversations, MAX_SAMPLED):
-        samples.append(render_sample(conversation, renderer))
+    samples: list[Sample] = []
+    for example in islice(examples, MAX_SAMPLED):
+        samples += example.samples(renderer, seq_len)
         if time.monotonic() > end:
             break
     return samples

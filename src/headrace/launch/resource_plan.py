@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import AdamWConfig, LoraConfig, TrainingConfig
 from headrace.errors import BadInput
 from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer, keeps_base_in_memory
@@ -39,7 +39,7 @@ GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GIB, GIB // 2
 MAX_CHANGES = 3
 """Changes of the run file that are combined to make it fit."""
 
-AnyRun = RunConfig | SftConfig
+AnyRun = RunConfig | OfflineConfig
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def trainer_of(config: AnyRun) -> TrainingConfig:
 
 
 def _with_trainer(config: AnyRun, update: dict[str, Any]) -> AnyRun:
-    if isinstance(config, SftConfig):
+    if isinstance(config, OfflineConfig):
         return config.model_copy(update=update)
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
 
@@ -274,7 +274,7 @@ class _Planner:
 
         With `auto`, more than `max_async_level` batches in flight would only be sampled to be stale.
         """
-        if isinstance(self.config, SftConfig):
+        if isinstance(self.config, OfflineConfig):
             return 0  # evaluation beside the training
         orchestrator = self.config.orchestrator
         configured = orchestrator.max_inflight_rollouts

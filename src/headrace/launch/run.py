@@ -13,7 +13,7 @@ from typing import Any
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, without_exported
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig, SftConfig
 from headrace.errors import BadInput
 from headrace.launch.driver import Driver
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
@@ -39,7 +39,7 @@ LAST_PORT = 65535
 
 
 def launch(
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     run: RunDir,
     code_folders: Sequence[str],
     *,
@@ -100,7 +100,7 @@ def launch(
     return code
 
 
-def open_hosts(config: RunConfig | SftConfig, run: RunDir, inherited: Sequence[int] = ()) -> tuple[Hosts, Driver]:
+def open_hosts(config: RunConfig | OfflineConfig, run: RunDir, inherited: Sequence[int] = ()) -> tuple[Hosts, Driver]:
     """Return the hosts of a run, and its driver; local processes inherit the `inherited` descriptors."""
     if config.launch.on == "local":
         return LocalHosts(inherited), Driver(run, is_alone=True)
@@ -116,7 +116,7 @@ def train_alone(config: SftConfig, run: RunDir, title: str, inherited: Sequence[
 
 
 def make_supervisor(
-    config: RunConfig | SftConfig,
+    config: RunConfig | OfflineConfig,
     run: RunDir,
     title: str,
     hosts: Hosts,
@@ -148,7 +148,7 @@ def make_supervisor(
     )
 
 
-def exported(config: RunConfig | SftConfig) -> dict[str, str]:
+def exported(config: RunConfig | OfflineConfig) -> dict[str, str]:
     """Return the variables of all processes that other hosts do not inherit: those of the run file, and keys.
 
     The keys of the run's own servers are made here unless they are exported.
@@ -164,12 +164,12 @@ def exported(config: RunConfig | SftConfig) -> dict[str, str]:
     return {**without_exported(launch.env), **inherited}
 
 
-def place_here(config: RunConfig | SftConfig) -> Placement:
+def place_here(config: RunConfig | OfflineConfig) -> Placement:
     """Place a run on this machine. Raises `ConfigError` if it does not fit."""
     return place([this_machine()], needs_of(config))
 
 
-def on_this_machine(config: RunConfig | SftConfig) -> list[str]:
+def on_this_machine(config: RunConfig | OfflineConfig) -> list[str]:
     """Describe how the run uses the GPUs of this machine."""
     if isinstance(config, RunConfig) and not has_servers(config):
         where = ", ".join(config.orchestrator.client.base_url)
@@ -190,7 +190,7 @@ def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
     return launch.start_timeout + inference.extra_start_timeout_s
 
 
-def check_ports(config: RunConfig | SftConfig) -> None:
+def check_ports(config: RunConfig | OfflineConfig) -> None:
     """Raise an error if ports are in use, or GPUs are missing, before any process starts."""
     servers, inference = len(place_here(config).servers), config.inference
     host = inference.host

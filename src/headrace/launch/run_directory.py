@@ -226,6 +226,8 @@ def _fork(source: RunDir, target: RunDir, step: int) -> None:
                 for name in INCARNATIONS:  # the fork counts its own from 0
                     record.pop(name, None)
                 file.write(msgspec.json.encode(record) + b"\n")
+    if source.reference.is_dir():
+        link_tree(source.reference, target.reference)
     if source.journal.is_file():
         from headrace.transport.journal import fork
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.placement import place
 from headrace.launch.processes import needs_of, processes_of
@@ -20,7 +20,7 @@ class RunPlan:
 
     def __init__(
         self,
-        config: RunConfig | SftConfig,
+        config: RunConfig | OfflineConfig,
         run: RunDir,
         hosts: Sequence[Host],
         *,

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config.base import Config, ConfigError, Origins
+from headrace.config.base import Config, ConfigError, Origins, Tree
+from headrace.config.dpo import DpoConfig
 from headrace.config.files import dump, dump_sealed, read_file, read_toml
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig, SftConfig
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import find_run
 from headrace.runfile.hackable.translation import is_hackable
@@ -38,7 +39,7 @@ def pin(config: T, output_dir: Path, model: str) -> T:
             for env in value_at(tree, ["orchestrator", slot, "env"]) or []:
                 if env["id"] == "hackable":  # it counts tokens itself
                     env["args"].setdefault("tokenizer_name", model)
-    if isinstance(config, SftConfig):
+    if isinstance(config, OfflineConfig):
         for key, source in (("data", config.data), ("validation", config.validation)):
             if source is not None and source.path is not None:
                 put(tree, [key, "path"], str(source.path.absolute()))
@@ -62,11 +63,21 @@ def save(config: Config, run: RunDir) -> None:
     write_atomically(run.config, dump_sealed(config).encode())
 
 
-def read_run(path: Path) -> RunConfig | SftConfig:
+def kind_of_tree(tree: Tree) -> type[RunConfig] | type[OfflineConfig] | None:
+    """Return the kind of a run by its merged run files; None if they could be of several.
+
+    Training on examples has data, and neither an orchestrator nor a data provider.
+    """
+    if "orchestrator" in tree or is_hackable(tree):
+        return RunConfig
+    return DpoConfig if "dpo" in tree else SftConfig if "data" in tree else None
+
+
+def read_run(path: Path) -> RunConfig | OfflineConfig:
     """Return the configuration of a run, given its directory or its config.toml. The directory may have been moved."""
     run = RunDir(find_run(path))
     tree = read_file(run.config)
-    kind: type[RunConfig | SftConfig] = SftConfig if "data" in tree and not is_hackable(tree) else RunConfig
+    kind = kind_of_tree(tree) or RunConfig
     tree, _ = kind.translated(tree, [run.config], Origins(str(run.config)))
     config, _ = validate(kind, tree, str(run.config))
     if config.model.name is not None:
@@ -87,16 +98,16 @@ def evaluation_directory(run: Path | None, name: str) -> Path:
 def read_rl_run(path: Path) -> RunConfig:
     config = read_run(path)
     if not isinstance(config, RunConfig):
-        raise ConfigError("an SFT run; this needs an RL run", key="RUN", value=path)
+        raise ConfigError("trained on examples; this needs an RL run", key="RUN", value=path)
     return config
 
 
-def read_sampled_run(path: Path) -> RunConfig | SftConfig:
+def read_sampled_run(path: Path) -> RunConfig | OfflineConfig:
     """Return the configuration of a run that has an orchestrator and an inference server."""
     config = read_run(path)
-    if isinstance(config, SftConfig) and not config.evaluates:
+    if isinstance(config, OfflineConfig) and not config.evaluates:
         raise ConfigError(
-            "an SFT run without [[eval.env]] has no orchestrator and no inference server", key="RUN", value=path
+            "a run on examples without [[eval.env]] has no orchestrator and no inference server", key="RUN", value=path
         )
     return config
 
@@ -129,7 +140,7 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else str(value)
 
 
-def run_directory(config: RunConfig | SftConfig) -> RunDir:
+def run_directory(config: RunConfig | OfflineConfig) -> RunDir:
     if config.output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Set the directory of the run.")
     return RunDir(config.output_dir)

@@ -246,6 +246,7 @@ def facts(history: History) -> list[str]:
     forms = {
         "reward/all/mean": "reward {:.3f}",
         "loss": "loss {:.4f}",
+        "dpo/accuracy": "accuracy of pairs {:.3f}",
         "held-out": "held-out {:.3f}",
         "perf/sampled_tokens_per_second": "sampled {:,.0f} tokens/s",
         "perf/trained_tokens_per_second": "trained {:,.0f} tokens/s",

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from headrace.config.algorithms import ALGORITHMS
 from headrace.config.base import sections_at
+from headrace.config.dpo import DpoConfig
 from headrace.config.sft import SftConfig
 from headrace.runfile.explain import Explanation, children, explain, kinds_of
 from headrace.runfile.hackable.sections import HackableConfig
@@ -32,6 +33,7 @@ shows how to begin. Any key can be given on the command line, as `--trainer.opti
 FILES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("headrace rl", "A run of three processes. `[[...]]` are lists: such a section may come several times.", RunConfig),
     ("headrace sft", "Supervised training: [sft.md](../how-to/sft.md).", SftConfig),
+    ("headrace dpo", "Training on preference pairs: [dpo.md](../how-to/dpo.md).", DpoConfig),
     (
         "headrace rl, in short",
         "A YAML file with data, rewards and an objective, which is translated into a run file: "

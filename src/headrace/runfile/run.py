@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,8 @@ the default: then each section may have its own."""
 
 
 class RunConfig(Config):
+    COMMAND: ClassVar[str] = "rl"
+    """The command that such a run file is for."""
     PATHS_OF_FILE = (
         "model.sft",
         "inference.http.keys_file",

@@ -43,29 +43,53 @@ class SftConversation:
         ]
         self.tools, self.place = tools, place
 
+    @property
+    def content(self) -> list[Any]:
+        """Everything but its place, for a digest."""
+        return [self.messages, self.is_trained, self.tools]
+
+    @property
+    def shared_content(self) -> None:
+        """Nothing that it has in common with other examples."""
+
+    def samples(self, renderer: Renderer, seq_len: int) -> list[Sample]:
+        return [render_sample(self, renderer)]
+
 
 def parse_row(row: Any, columns: Mapping[str, str], place: Place) -> SftConversation:
     """Check a row and return its conversation. `columns` maps our column names to those of the data."""
     file, line = place
     error = partial(DataError, file=file, line=line)
-    if not isinstance(row, dict):
-        raise error("expected an object with `messages`, or with `prompt` and `completion`")
-    keys = f"The row has {', '.join(map(repr, sorted(row)))}."
-    for ours, theirs in columns.items():
-        if theirs not in row:
-            raise error("the row has no such column", key=f"columns.{ours}", value=theirs, fix=keys)
-    fields = {ours: row.get(theirs) for ours, theirs in row_columns(columns).items()}
+    fields = read_fields(row, columns, row_columns(columns), error, "`messages`, or with `prompt` and `completion`")
     prompt: list[Message] = []
     if fields.get("messages") is not None:
-        completion = _parse_messages(fields["messages"], "messages", "user", error)
+        completion = parse_messages(fields["messages"], "messages", "user", error)
     elif fields.get("prompt") is not None and fields.get("completion") is not None:
-        prompt = _parse_messages(fields["prompt"], "prompt", "user", error)
-        completion = _parse_messages(fields["completion"], "completion", "assistant", error)
+        prompt = parse_messages(fields["prompt"], "prompt", "user", error)
+        completion = parse_messages(fields["completion"], "completion", "assistant", error)
     else:
-        raise error("has neither `messages` nor `prompt` and `completion`", fix=f"Map other names in `columns`. {keys}")
+        raise error(
+            "has neither `messages` nor `prompt` and `completion`", fix=f"Map other names in `columns`. {keys_of(row)}"
+        )
     if not any(message["role"] == "assistant" for message in completion):
         raise error("no assistant message to train on", key="messages" if not prompt else "completion")
-    return SftConversation([*prompt, *completion], len(prompt), _parse_tools(fields.get("tools"), error), place)
+    return SftConversation([*prompt, *completion], len(prompt), parse_tools(fields.get("tools"), error), place)
+
+
+def read_fields(
+    row: Any, columns: Mapping[str, str], read: Mapping[str, str], error: partial[DataError], expected: str
+) -> dict[str, Any]:
+    """Return the values of the columns that are read, by our names; raise if the row lacks a mapped one."""
+    if not isinstance(row, dict):
+        raise error(f"expected an object with {expected}")
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise error("the row has no such column", key=f"columns.{ours}", value=theirs, fix=keys_of(row))
+    return {ours: row.get(theirs) for ours, theirs in read.items()}
+
+
+def keys_of(row: dict[str, Any]) -> str:
+    return f"The row has {', '.join(map(repr, sorted(row)))}."
 
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
@@ -143,7 +167,7 @@ def _error(conversation: SftConversation, fact: str, fix: str | None = None) -> 
     return DataError(fact, fix=fix, file=file, line=line)
 
 
-def _parse_messages(value: Any, key: str, role_of_text: str, error: partial[DataError]) -> list[Message]:
+def parse_messages(value: Any, key: str, role_of_text: str, error: partial[DataError]) -> list[Message]:
     """Check a list of messages, or turn a text into one message of `role_of_text`."""
     if isinstance(value, str):
         return [{"role": role_of_text, "content": value}]
@@ -161,7 +185,7 @@ def _parse_messages(value: Any, key: str, role_of_text: str, error: partial[Data
     return messages
 
 
-def _parse_tools(value: Any, error: partial[DataError]) -> list[dict[str, Any]] | None:
+def parse_tools(value: Any, error: partial[DataError]) -> list[dict[str, Any]] | None:
     """Check a list of tool schemas, or parse it from JSON text, as Parquet files tend to have it."""
     if isinstance(value, str):
         try:

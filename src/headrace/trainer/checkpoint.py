@@ -56,7 +56,7 @@ class ResumeError(BadInput):
 
 
 class TrainState(msgspec.Struct):
-    """Progress of training. `examples` is the position in the data of SFT, `data` the fingerprint of its rows."""
+    """Progress of training. `examples` is the position in given data, `data` the fingerprint of its rows."""
 
     step: int = 0
     incarnation: int = 0

@@ -1,40 +1,44 @@
-"""Supervised fine-tuning on conversations, with the same step, optimizer and checkpoints as an RL run."""
+"""Supervised fine-tuning on conversations, with the same step, optimizer and checkpoints as an RL run.
+
+The loop is also that of preference pairs (`headrace.trainer.dpo`), which differ in their loss and their reference."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
+from headrace.config.trainer import ReferenceConfig
 from headrace.errors import DataError
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.fingerprint import BY_POSITION
-from headrace.rollout.packing import pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
-from headrace.text.sft_conversation import render_sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
+from headrace.trainer.forward_passes import ForwardPasses
 from headrace.trainer.host_copies import pin_ahead
 from headrace.trainer.learner import Learner, Stopwatch
-from headrace.trainer.loss import ce_loss
+from headrace.trainer.loss import Loss, ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher, enter_incarnation
-from headrace.trainer.sft_data import Rows, TruncationMonitor, open_conversations, open_rows
-from headrace.trainer.step import MICRO_BATCH_TOKENS
-from headrace.trainer.tokens import StepTokens
+from headrace.trainer.sft_data import Example, Rows, TruncationMonitor, open_examples, open_rows
+from headrace.trainer.tokens import MicroBatch
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
+DPO = "dpo/"
+"""Beginning of the names of metrics of pairs."""
 LOG_INTERVAL = 10
 """Steps between log lines."""
 KEEP_WEIGHTS = 1
@@ -42,15 +46,20 @@ KEEP_WEIGHTS = 1
 
 
 class SftTrainer:
-    """The training loop of one process (rank) of an SFT run, to `max_steps` or until `stopped`.
+    """The training loop of one process (rank) of a run on examples, to `max_steps` or until `stopped`.
 
     `save_and_stop`: finish the step, write a checkpoint, and end. `resume` is a checkpoint, or "latest" for the newest,
     if any; `engines` evaluate on the same device.
     """
 
+    COMPONENT: ClassVar[str] = "ce"
+    """The component of the loss."""
+    TOGETHER: ClassVar[int] = 1
+    """Samples of an example."""
+
     def __init__(
         self,
-        config: SftConfig,
+        config: OfflineConfig,
         *,
         status: Status,
         stopped: threading.Event,
@@ -64,8 +73,16 @@ class SftTrainer:
         self.save_and_stop = save_and_stop or threading.Event()
         self.run_dir = run = RunDir(config.output_dir)
         status.set("loading model")
+        self.loss = loss = self._make_loss()
         self.learner = learner = Learner(
-            config, {"ce": ce_loss}, run.checkpoints, resume, packed=config.data.pack, engines=engines
+            config,
+            {self.COMPONENT: loss},
+            run.checkpoints,
+            resume,
+            packed=config.data.pack,
+            together=self.TOGETHER,
+            engines=engines,
+            reference=self._make_reference(),
         )
         directory, options = learner.model.directory, config.renderer
         self.renderer = make_renderer(
@@ -79,19 +96,38 @@ class SftTrainer:
         if learner.model.device.type == "cuda" and learner.state.step < learner.max_steps:
             pin_ahead(learner.plan_checkpoints(), learner.model.device)
         status.set("reading the data")
-        rows = open_rows(config.data) if config.data.env is None else None
+        rows = open_rows(config.data)
         if rows is not None:
             notify_changed_rows(rows, learner.state, status)
             if rows.have_tools and not shows_tools(self.renderer):
                 status.notify(f"{rows.name} has tools, but the model's chat template {TOOLS_NOT_SHOWN}")
-        self.conversations, held_out = open_conversations(config, rows, learner.state.examples)
+        self.examples, held_out = open_examples(config, rows, learner.state.examples)
+        self._open(rows, held_out)
         self.validation: Validation | None = None
-        if config.validation is not None:
-            samples = [render_sample(conversation, self.renderer) for conversation in held_out]
-            self.validation = Validation(learner.model, samples, learner.seq_len)
+        if config.validation is not None and (samples := self._complete(self._render(held_out))) is not None:
+            self.validation = Validation(
+                learner.model, samples, learner.seq_len, self.COMPONENT, loss, together=self.TOGETHER
+            )
         self.truncation = TruncationMonitor(learner.seq_len, status.notify)
-        self.metrics = MetricsLog(run.metrics, "sft")
+        self.metrics = MetricsLog(run.metrics, config.COMMAND)
         self.watch = Stopwatch()
+
+    def _make_loss(self) -> Loss:
+        return ce_loss
+
+    def _make_reference(self) -> ReferenceConfig | None:
+        """Return the settings of weights beside those in training."""
+        return None
+
+    def _open(self, rows: Rows | None, held_out: list[Example]) -> None:
+        """Prepare what `_complete` needs, before the first step."""
+
+    def _render(self, examples: Iterable[Example]) -> list[Sample]:
+        return [sample for each in examples for sample in each.samples(self.renderer, self.learner.seq_len)]
+
+    def _complete(self, samples: list[Sample]) -> list[Sample] | None:
+        """Return the samples with all that the loss reads; None if `stopped`."""
+        return samples
 
     def run(self) -> Path:
         """Train; return the path of the final model."""
@@ -105,16 +141,17 @@ class SftTrainer:
             if config.validation is not None and (step - 1) % config.validation.interval == 0:
                 self._validate()
                 self.watch.lap("time/validate")
-            conversations = islice(self.conversations, config.data.batch_size)
-            samples = [render_sample(conversation, self.renderer) for conversation in conversations]
+            samples = self._render(islice(self.examples, config.data.batch_size))
             counts = self.truncation.count(samples)
             self.watch.lap("time/render")
-            lr = learner.learning_rate
+            completed, lr = self._complete(samples), learner.learning_rate
+            if completed is None:
+                break
             on_micro_batch = partial(self.status.advance, f"step {step}, micro-batch")
-            result = learner.learn(samples, stopped=self.stopped.is_set, on_micro_batch=on_micro_batch)
+            result = learner.learn(completed, stopped=self.stopped.is_set, on_micro_batch=on_micro_batch)
             if result is None:
                 break
-            learner.state.examples += len(samples)
+            learner.state.examples += config.data.batch_size
             self.watch.lap("time/forward_backward")
             # Before the checkpoint: a step that is trained again is recorded again, a saved one would never be.
             self._record(step, {**learner.metrics(result, lr, self.watch.total()), **self.watch.laps, **counts})
@@ -140,12 +177,13 @@ class SftTrainer:
             log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, last, loss, speed)
 
     def _validate(self) -> None:
-        """Record the validation loss of the current model. A run that resumes at this step records it again."""
-        loss = None if self.validation is None else self.validation.loss(self.stopped.is_set)
-        if loss is not None:
-            log.info("step %d: validation loss %.4f", self.learner.state.step, loss)
+        """Record the validation of the current model. A run that resumes at this step records it again."""
+        means = None if self.validation is None else self.validation.measure(self.stopped.is_set)
+        if means is not None:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+            log.info("step %d: validation %s", self.learner.state.step, shown)
             if self.learner.ranks.first:
-                self.metrics.log(self.learner.state.step, {"val/loss": loss})
+                self.metrics.log(self.learner.state.step, {f"val/{name}": value for name, value in means.items()})
 
     def _publish_for_evaluation(self, publisher: Publisher) -> None:
         """Publish a version, unless the last one is not acknowledged yet: training never waits for evaluation."""
@@ -186,29 +224,42 @@ def notify_changed_rows(rows: Rows, state: TrainState, status: Status) -> None:
 class Validation:
     """The loss on a fixed set of held-out examples, rendered once, so that validations are comparable.
 
-    Each rank has its share packed. Left out on purpose: accuracy, and everything that needs sampling.
+    Each rank has its share packed. Left out on purpose: everything that needs sampling.
     """
 
-    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int) -> None:
-        self._model = model
-        self._ranks = ranks = model.ranks
-        self._tokens = StepTokens(pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost))
-        self._groups = self._tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
-        self._passes = ranks.most(len(self._groups))  # the same on every rank, since they run collectives
-        if self._passes == 0:
-            raise DataError(f"validation: none of {len(samples)} examples has trained tokens within {seq_len} tokens")
+    def __init__(
+        self,
+        model: PackedModel,
+        samples: list[Sample],
+        seq_len: int,
+        component: str = "ce",
+        loss: Loss = ce_loss,
+        *,
+        together: int = 1,
+    ) -> None:
+        self._component, self._loss = component, loss
+        self._passes = ForwardPasses(model, samples, seq_len, together)
+        if self._passes.count == 0:
+            examples = len(samples) // together
+            raise DataError(f"validation: none of {examples} examples has trained tokens within {seq_len} tokens")
 
-    def loss(self, stopped: Callable[[], bool] = lambda: False) -> float | None:
-        """Return the mean cross-entropy of trained tokens; None if `stopped`."""
-        device = self._model.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for number in range(self._passes):
-            if self._ranks.any(stopped()):
-                return None
-            group = self._groups[number] if number < len(self._groups) else []
-            batch = self._tokens.micro_batch(group, device, self._model.kernel)
-            logprobs = self._model.logprobs(batch.row, batch.predictors, batch.labels, batch.temperatures)
-            nll, members = ce_loss(self._tokens.loss_inputs("ce", batch, logprobs)).metrics["ce/nll"]
-            sums += torch.stack([nll.double(), members.double()])
-        total, count = self._ranks.add_up(sums).tolist()
-        return float(total / count)
+    def measure(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Return `loss`, a mean over trained tokens or pairs, and of pairs also the loss's metrics; None if stopped."""
+        tokens, ranks = self._passes.tokens, self._passes.ranks
+        sums: dict[str, torch.Tensor] = {}
+
+        def add(batch: MicroBatch, logprobs: torch.Tensor) -> None:
+            outputs = self._loss(tokens.loss_inputs(self._component, batch, logprobs))
+            pairs = {"loss": (outputs.loss, outputs.loss.new_zeros(())), **outputs.metrics}
+            for name, (total, count) in pairs.items():
+                pair = torch.stack([total.detach().double(), count.double()])
+                sums[name] = sums[name] + pair if name in sums else pair
+
+        if not self._passes.run(add, stopped):
+            return None
+        totals = dict(zip(sums, ranks.add_up(torch.stack(list(sums.values()))).tolist(), strict=True))
+        [count] = ranks.sum([tokens.count(self._component)])
+        means = {"loss": totals.pop("loss")[0] / count}
+        return means | {
+            name.removeprefix(DPO): total / n for name, (total, n) in totals.items() if name.startswith(DPO)
+        }

@@ -1,4 +1,4 @@
-"""SFT data: rows of files or datasets as conversations, their order in training, and the validation set.
+"""Training data: rows of files or datasets as conversations or pairs, their order, and the validation set.
 
 Rows come from JSONL and Parquet files, a directory of them, or a Hugging Face dataset. A seed fixes their order and
 which are held out. The stream of examples is endless and can start anywhere, so a resumed run trains on exactly the
@@ -13,18 +13,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from renderers.base import Renderer
 
-from headrace.config.sft import SftConfig, SourceConfig
+from headrace.config.dpo import PairsConfig
+from headrace.config.sft import ConversationsConfig, OfflineConfig, SourceConfig
 from headrace.environments.base import Environment
-from headrace.environments.data.tables import Table, dataset_table, dataset_title, directory_tables, file_table
+from headrace.environments.data.tables import (
+    DEFAULT_SPLIT,
+    Table,
+    dataset_table,
+    dataset_title,
+    directory_tables,
+    file_table,
+)
 from headrace.environments.registry import load_environment
 from headrace.errors import DataError
 from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Sample
-from headrace.text.sft_conversation import SftConversation, parse_row, row_columns
+from headrace.text.preference import pair_columns, parse_pair
+from headrace.text.sft_conversation import Place, SftConversation, parse_row, row_columns
 
 log = logging.getLogger(__name__)
 
@@ -32,42 +42,85 @@ VALIDATION_SEED = 2**31 - 1
 """Seed of a validation set with its own source: independent of the run's seed, so that runs are comparable."""
 
 
-class Conversations(Protocol):
-    """A sequence of conversations: `Rows`, some of them, or a list."""
+class Example(Protocol):
+    """What is trained on: a conversation, or a pair of them."""
+
+    tools: list[dict[str, Any]] | None
+
+    @property
+    def content(self) -> list[Any]:
+        """Everything that training depends on, for a digest."""
+
+    @property
+    def shared_content(self) -> Any:
+        """What it may have in common with other examples, which are then held out together; None for nothing."""
+
+    def samples(self, renderer: Renderer, seq_len: int) -> list[Sample]:
+        """Return its tokens; those that the loss compares are next to each other."""
+
+
+class Examples(Protocol):
+    """A sequence of examples: `Rows`, some of them, or a list."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int, /) -> SftConversation: ...
+    def __getitem__(self, number: int, /) -> Example: ...
+
+
+class RowFormat(NamedTuple):
+    """How a row becomes an example."""
+
+    parse: Callable[[Any, Mapping[str, str], Place], Example]
+    columns: Callable[[Mapping[str, str]], dict[str, str]]
+    """Returns our columns that are read, each with its name in the data, for the configured names."""
+    required: Sequence[set[str]]
+    """Sets of our columns of which a row needs one."""
+
+
+CONVERSATIONS = RowFormat(parse_row, row_columns, ({"messages"}, {"prompt", "completion"}))
+PAIRS = RowFormat(parse_pair, pair_columns, ({"chosen", "rejected"},))
+
+
+def format_of(source: SourceConfig) -> RowFormat:
+    return PAIRS if isinstance(source, PairsConfig) else CONVERSATIONS
 
 
 class Subset:
-    """Some of the conversations, by index."""
+    """Some of the examples, by index."""
 
-    def __init__(self, rows: Conversations, numbers: np.ndarray) -> None:
+    def __init__(self, rows: Examples, numbers: np.ndarray) -> None:
         self._rows, self._numbers = rows, numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, number: int) -> SftConversation:
+    def __getitem__(self, number: int) -> Example:
         return self._rows[int(self._numbers[number])]
 
 
 class Rows:
-    """The conversations of several tables, concatenated.
+    """The examples of several tables, concatenated.
 
     Every row is checked before training starts, so that an invalid one cannot end a run after hours. Rows are not kept
     as Python objects: they are read again when they are used.
     """
 
-    def __init__(self, tables: list[Table], columns: Mapping[str, str], name: str) -> None:
-        self._tables, self._columns = tables, columns
+    def __init__(
+        self,
+        tables: list[Table],
+        columns: Mapping[str, str],
+        name: str,
+        parse: Callable[[Any, Mapping[str, str], Place], Example],
+    ) -> None:
+        self._tables, self._columns, self._parse = tables, columns, parse
         self._ends = list(accumulate(map(len, tables)))
         if not len(self):
             raise DataError("has no rows", file=name)
         self.name = name
         self.have_tools = False
         """Whether any row has tools."""
+        self.related: list[str] = []
+        """For each row a digest of what it may have in common with others; empty if rows have nothing of that kind."""
         self.fingerprint = fingerprint(self._checked())
         log.info("%s: %d rows", name, len(self))
 
@@ -75,56 +128,61 @@ class Rows:
         """Yield the content of each row; the first invalid row raises."""
         for table in self._tables:
             for row, content in enumerate(table):
-                conversation = parse_row(content, self._columns, table.place(row))
-                self.have_tools = self.have_tools or bool(conversation.tools)
-                yield [conversation.messages, conversation.is_trained, conversation.tools]
+                example = self._parse(content, self._columns, table.place(row))
+                self.have_tools = self.have_tools or bool(example.tools)
+                if (shared := example.shared_content) is not None:
+                    self.related.append(fingerprint([shared]).digest)
+                yield example.content
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> SftConversation:
+    def __getitem__(self, index: int) -> Example:
         number = bisect_right(self._ends, index)
         table = self._tables[number]
         row = index - (self._ends[number] - len(table))
-        return parse_row(table[row], self._columns, table.place(row))
+        return self._parse(table[row], self._columns, table.place(row))
 
 
-def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> Rows:
-    """Return the rows of a JSONL or Parquet file, or of all such files below a directory in name order."""
-    return Rows(_tables(path, columns or {}), columns or {}, str(path))
+def open_rows(source: SourceConfig) -> Rows | None:
+    """Return the rows of files or of a Hugging Face dataset; None if the examples are those of an environment."""
+    columns, parse = source.columns.model_dump(exclude_none=True), format_of(source).parse
+    if source.path is not None:
+        return Rows(_tables(source.path, source), columns, str(source.path), parse)
+    if source.name is None:
+        return None
+    split = source.split or DEFAULT_SPLIT
+    table = dataset_table(source.name, source.subset, split, partial(_selected, source=source))
+    return Rows([table], columns, dataset_title(source.name, source.subset, split), parse)
 
 
-def sample_rows(path: Path, columns: Mapping[str, str], most: int) -> list[SftConversation]:
+def sample_rows(path: Path, source: SourceConfig, most: int) -> list[Example]:
     """Return at most `most` rows of the same files, checked, evenly spread over each file."""
-    tables = _tables(path, columns)
+    tables = _tables(path, source)
     if not any(map(len, tables)):
         raise DataError("has no rows", file=path)
     share = max(1, most // len(tables))
+    columns, parse = source.columns.model_dump(exclude_none=True), format_of(source).parse
     return [
-        parse_row(table[row], columns, table.place(row))
+        parse(table[row], columns, table.place(row))
         for table in tables
         for row in range(0, len(table), max(1, len(table) // share))
     ][:most]
 
 
-def _tables(path: Path, columns: Mapping[str, str]) -> list[Table]:
+def _tables(path: Path, source: SourceConfig) -> list[Table]:
+    """Return a JSONL or Parquet file, or all such files below a directory in name order."""
     if not path.exists():
         raise DataError("no such file or directory", file=path)
-    selected = partial(_selected, columns=columns)
+    selected = partial(_selected, source=source)
     return directory_tables(path, selected) if path.is_dir() else [file_table(path, selected)]
 
 
-def load_rows(name: str, subset: str | None, split: str, columns: Mapping[str, str] | None = None) -> Rows:
-    """Return the rows of a Hugging Face dataset, on the hub or in a local directory."""
-    columns = columns or {}
-    table = dataset_table(name, subset, split, partial(_selected, columns=columns))
-    return Rows([table], columns, dataset_title(name, subset, split))
-
-
-def _selected(existing: list[str], columns: Mapping[str, str]) -> list[str]:
-    """Return the columns to read; all of them if they do not make a conversation, for the error message."""
-    read = row_columns(columns)
-    enough = read.get("messages") in existing or {read.get("prompt"), read.get("completion")} <= set(existing)
+def _selected(existing: list[str], source: SourceConfig) -> list[str]:
+    """Return the columns to read; all of them if they do not make an example, for the error message."""
+    form = format_of(source)
+    read = form.columns(source.columns.model_dump(exclude_none=True))
+    enough = any({read.get(name) for name in names} <= set(existing) for names in form.required)
     return [name for name in existing if name in read.values()] if enough else existing
 
 
@@ -134,7 +192,7 @@ def from_environment(environment: Environment, seed: int, position: int) -> Iter
     return (SftConversation(shown.messages, tools=shown.tools or None) for shown in demonstrations)
 
 
-def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[SftConversation]:
+def from_rows(rows: Examples, seed: int, position: int) -> Iterator[Example]:
     """Yield endless epochs over the rows from `position` on, each in its own order."""
     epoch, start = divmod(position, len(rows))
     while True:
@@ -143,53 +201,52 @@ def from_rows(rows: Conversations, seed: int, position: int) -> Iterator[SftConv
         epoch, start = epoch + 1, 0
 
 
-def hold_out(rows: Conversations, fraction: float, seed: int) -> tuple[Subset, Subset]:
-    """Split the rows into those to train on and a random `fraction`, at least one, to validate on."""
-    held = max(1, round(fraction * len(rows)))
+def hold_out(rows: Examples, fraction: float, seed: int, related: Sequence[str] = ()) -> tuple[Subset, Subset]:
+    """Split the rows into those to train on and a random `fraction`, at least one, to validate on.
+
+    `related`: a word for each row; rows with the same word are on the same side.
+    """
+    groups = np.unique(related, return_inverse=True)[1] if len(related) else np.arange(len(rows))
+    shuffled = _random(seed, 0, 1).permutation(groups.max() + 1)
+    order = np.argsort(np.argsort(shuffled)[groups], kind="stable")  # of the rows, group by group
+    ends = np.cumsum(np.bincount(groups)[shuffled])
+    held = int(ends[np.searchsorted(ends, max(1, round(fraction * len(rows))))])
     if held >= len(rows):
         raise DataError(
             f"validation.fraction {fraction} of {len(rows)} rows leaves none to train on: use more data, or another "
             "source for validation"
         )
-    order = _random(seed, 0, 1).permutation(len(rows))
     return Subset(rows, np.sort(order[held:])), Subset(rows, order[:held])
 
 
-def fixed_sample(rows: Conversations, most: int) -> list[SftConversation]:
+def fixed_sample(rows: Examples, most: int) -> list[Example]:
     """Return at most `most` rows, the same ones each time."""
     return list(islice(from_rows(rows, VALIDATION_SEED, 0), min(most, len(rows))))
 
 
-def open_conversations(
-    config: SftConfig, rows: Rows | None, position: int
-) -> tuple[Iterator[SftConversation], list[SftConversation]]:
-    """Return the training conversations from example number `position` on, and those of the validation set.
+def open_examples(config: OfflineConfig, rows: Rows | None, position: int) -> tuple[Iterator[Example], list[Example]]:
+    """Return the training examples from number `position` on, and those of the validation set.
 
     Without `rows` they are the demonstrations of an environment.
     """
-    data, validation = config.data, config.validation
+    validation = config.validation
     if rows is None:
-        assert data.env is not None
-        training = from_environment(load_environment(data.env, data.args), config.seed, position)
+        training: Iterator[Example] = _demonstrations(config.data, config.seed, position)
     else:
         if validation is not None and validation.fraction is not None:
-            kept, held_out = hold_out(rows, validation.fraction, config.seed)
+            kept, held_out = hold_out(rows, validation.fraction, config.seed, rows.related)
             return from_rows(kept, config.seed, position), fixed_sample(held_out, validation.max_examples)
         training = from_rows(rows, config.seed, position)
     if validation is None:
         return training, []
-    if validation.env is None:
-        return training, fixed_sample(open_rows(validation), validation.max_examples)
-    demonstrations = from_environment(load_environment(validation.env, validation.args), VALIDATION_SEED, 0)
-    return training, list(islice(demonstrations, validation.max_examples))
+    if (held_out_rows := open_rows(validation)) is not None:
+        return training, fixed_sample(held_out_rows, validation.max_examples)
+    return training, list(islice(_demonstrations(validation, VALIDATION_SEED, 0), validation.max_examples))
 
 
-def open_rows(source: SourceConfig) -> Rows:
-    columns = source.columns.model_dump(exclude_none=True)
-    if source.path is not None:
-        return read_rows(source.path, columns)
-    assert source.name is not None  # the config requires path, name or env
-    return load_rows(source.name, source.subset, source.split or "train", columns)
+def _demonstrations(source: SourceConfig, seed: int, position: int) -> Iterator[SftConversation]:
+    assert isinstance(source, ConversationsConfig) and source.env is not None  # pairs have no other source
+    return from_environment(load_environment(source.env, source.args), seed, position)
 
 
 class TruncationMonitor:

@@ -16,6 +16,7 @@
     rollouts/step-N.parquet       rollouts of a step, also eval-step-N.parquet            transport/rollout_files.py
     tokens/step-N/                token tables of selected steps                          transport/token_exports.py
     checkpoints/step-N/           trainer checkpoints                                     trainer/checkpoint.py
+    reference/                    logprobs of a DPO run's data under its start model      trainer/dpo.py
     model/                        the final model                                         trainer/model.py
     turns/                        the lock of a device shared by trainer and engine       transport/lock.py
     epochs/ROLE/E.json            epochs of launcher, orchestrator, trainer; their leases transport/epochs.py

@@ -30,6 +30,7 @@ class RunDir:
         self.device_lock = root / "turns"
         self.summary = root / "summary.md"
         self.plot = root / "reward.svg"
+        self.reference = root / "reference"
         self.final_model = root / "model"
         self.final_adapter = root / "adapter"
         self.batches = BatchStore(root / "batches")

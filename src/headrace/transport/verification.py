@@ -89,6 +89,8 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
     for version in run.weights.published():
         again = "The trainer publishes its weights again with --resume."
         yield from ((check, again) for check in _weights(run.weights.path(version)))
+    lost = "It cannot be computed again: start a new run."
+    yield from ((check, lost) for check in check_directory(run.reference))
     for directory in (run.final_model, run.final_adapter):
         export = f"Export the model again: headrace export {run.root} DIR."
         yield from ((check, export) for check in check_directory(directory))

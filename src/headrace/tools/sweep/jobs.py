@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.config.base import ConfigError
-from headrace.config.sft import SftConfig
+from headrace.config.sft import OfflineConfig
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.tools.evaluate.servers import Machine
@@ -23,11 +23,11 @@ class Job(NamedTuple):
     directory: Path
     words: Sequence[str]
     """The command line, without `--resume` and the share of the machine."""
-    config: RunConfig | SftConfig
+    config: RunConfig | OfflineConfig
 
 
 def default_directory(
-    common: Mapping[str, Any], kind: type[RunConfig] | type[SftConfig], files: Sequence[Path], sweep: Sequence[Path]
+    common: Mapping[str, Any], kind: type[RunConfig] | type[OfflineConfig], files: Sequence[Path], sweep: Sequence[Path]
 ) -> Path:
     """Return `artifacts/sweeps/NAME` of the run file's storage root, with the name of the sweep's files."""
     config, _ = load(kind, files, override_words(common))
@@ -44,12 +44,11 @@ def default_directory(
 def make_jobs(
     runs: Mapping[str, PlannedRun],
     common: Mapping[str, Any],
-    kind: type[RunConfig] | type[SftConfig],
+    kind: type[RunConfig] | type[OfflineConfig],
     files: Sequence[Path],
     directory: Path,
 ) -> list[Job]:
     """Load the configuration of every run; raises `ConfigError` with the name of a run that is invalid."""
-    command = "rl" if kind is RunConfig else "sft"
     jobs = []
     for name, run in runs.items():
         folder = directory / name
@@ -60,7 +59,7 @@ def make_jobs(
             for problem in error.problems:
                 problem.fact = f"{problem.fact.rstrip('.')} (in run {name})"
             raise
-        jobs.append(Job(name, folder, [command, *map(str, files), *overrides], config))
+        jobs.append(Job(name, folder, [kind.COMMAND, *map(str, files), *overrides], config))
     return jobs
 
 
@@ -71,7 +70,7 @@ class Share(NamedTuple):
     threads: int | None
     """Threads of each process that computes; None: as many as a single run has."""
 
-    def overrides(self, config: RunConfig | SftConfig) -> dict[str, Any]:
+    def overrides(self, config: RunConfig | OfflineConfig) -> dict[str, Any]:
         """Return the overrides with which runs at the same time do not compete for cores and ports."""
         overrides: dict[str, Any] = {}
         if self.threads is None:

@@ -1,0 +1,1 @@
+"""Preference pairs from the rollouts of a run."""
