@@ -48,7 +48,7 @@
     return html`<${HR.Loaded} state=${state}>${(run) => html`
       <nav aria-label="breadcrumbs" class="crumbs"><a href="#/">Runs</a> / ${title ? html`<a href=${HR.runLink(id)}>${text(run.name)}</a>` : text(run.name)}
         ${chosen?.crumbs.map(([name, target]) => html` / ${target ? html`<a href=${HR.runLink(id, ...target)}>${text(name)}</a>` : text(name)}`)}</nav>
-      <h1 tabindex="-1">${text(title ?? run.name)} <small><${HR.State} state=${run.state} /> step ${number(run.step)}${run.max_steps ? ` of ${number(run.max_steps)}` : ""} · ${text(run.model)}</small></h1>
+      <${HR.Title}>${text(title ?? run.name)} <small><${HR.State} state=${run.state} /> step ${number(run.step)}${run.max_steps ? ` of ${number(run.max_steps)}` : ""} · <span title=${text(run.model)}>${text(HR.fileName(run.model))}</span></small><//>
       <${HR.Banner} run=${run} />
       <nav aria-label="pages of the run" class="tabs">${tabs.map(([name, label]) => html`<a key=${name} href=${name ? HR.runLink(id, name) : HR.runLink(id)} aria-current=${chosen?.tab === name ? "page" : undefined}>${label}</a>`)}</nav>
       ${chosen ? html`<${HR.pages[chosen.page]} key=${`${chosen.page} ${chosen.step} ${chosen.row} ${chosen.group} ${chosen.draw}`} run=${run} id=${id} query=${query} ...${chosen} />` : html`<${NotFound} />`}`}<//>`;
@@ -60,9 +60,9 @@
     useEffect(() => {
       const change = () => {
         clear();
+        HR.navigated = true;
         setRoute(HR.route());
         scrollTo(0, 0);
-        requestAnimationFrame(() => document.querySelector("h1")?.focus({ preventScroll: true }));
       };
       addEventListener("hashchange", change);
       return () => removeEventListener("hashchange", change);

@@ -28,7 +28,7 @@
     const state = HR.useData(`/api/compare?${query}`);
     const runs = HR.useData("/api/runs").data?.runs ?? [];
     const nameOf = (id) => runs.find((run) => run.id === id)?.name ?? id;
-    return html`<h1 tabindex="-1">Compare ${ids.length} runs</h1><${HR.Loaded} state=${state}>${({ comparison, curves, settings, names }) => html`
+    return html`<${HR.Title}>Compare ${ids.length} runs<//><${HR.Loaded} state=${state}>${({ comparison, curves, settings, names }) => html`
       <div class="bar"><${HR.Select} label="metric" value=${metric || comparison.metric} onChange=${setMetric} options=${[...new Set([comparison.metric, ...names])].map((name) => [name, name])} /></div>
       <${Curves} curves=${curves} />
       <h2>Differences</h2>

@@ -26,6 +26,9 @@ HR.text = (value) => {
   });
 };
 
+/* The last part of a path, for places with little room. */
+HR.fileName = (path) => (path ?? "").replace(/\/+$/, "").split("/").at(-1);
+
 HR.number = (value) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return HR.text(value);

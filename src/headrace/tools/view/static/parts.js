@@ -9,6 +9,15 @@
     return state.data ? children(state.data) : html`<p class="muted loading" role="status">Loading …</p>`;
   };
 
+  /* The title of a page takes the focus when its page was opened by a link: screen readers read it, Tab goes on from it. */
+  HR.Title = ({ children }) => {
+    const title = useRef();
+    useEffect(() => {
+      if (HR.navigated) title.current.focus({ preventScroll: true });
+    }, [location.hash]);
+    return html`<h1 ref=${title} tabindex="-1">${children}</h1>`;
+  };
+
   HR.Facts = ({ facts }) =>
     html`<dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${text(name)}</dt><dd>${value}</dd></div>`)}</dl>`;
 
@@ -18,9 +27,13 @@
     return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
   };
 
-  /* columns: [{key, title, value(row), show(row), sorts}]. Missing values come last in either direction. */
+  const MORE_ROWS = 60;
+  /* columns: [{key, title, value(row), show(row), sorts}]. Missing values come last in either direction. Rows are added
+  as the end of the table comes near. */
   HR.Table = ({ label, columns, rows, first = null, descending = false, id = (row, i) => i }) => {
     const [sort, setSort] = useState({ key: first, down: descending });
+    const [limit, setLimit] = useState(MORE_ROWS);
+    const end = useRef();
     const sorted = useMemo(() => {
       const column = columns.find((c) => c.key === sort.key);
       if (!column) return rows;
@@ -29,6 +42,12 @@
       const present = rows.filter((row) => !missing(row)).sort((a, b) => order(value(a), value(b)) * (sort.down ? -1 : 1));
       return [...present, ...rows.filter(missing)];
     }, [rows, columns, sort]);
+    useEffect(() => {
+      if (!end.current) return undefined;
+      const observer = new IntersectionObserver(([entry]) => entry.isIntersecting && setLimit(limit + MORE_ROWS), { rootMargin: "1500px" });
+      observer.observe(end.current);
+      return () => observer.disconnect();
+    }, [limit, limit < sorted.length]);
     const head = (c) => {
       const active = sort.key === c.key;
       const press = () => setSort({ key: c.key, down: active ? !sort.down : c.down ?? true });
@@ -42,8 +61,8 @@
     };
     return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
       <thead><tr>${columns.map(head)}</tr></thead>
-      <tbody>${sorted.map((row, i) => html`<tr key=${id(row, i)}>${columns.map((c) => cell(c, row))}</tr>`)}</tbody>
-    </table></div>`;
+      <tbody>${sorted.slice(0, limit).map((row, i) => html`<tr key=${id(row, i)}>${columns.map((c) => cell(c, row))}</tr>`)}</tbody>
+    </table>${limit < sorted.length && html`<p ref=${end} class="muted">${number(sorted.length - limit)} more rows</p>`}</div>`;
   };
 
   const BLOCK_CHARACTERS = 8000;

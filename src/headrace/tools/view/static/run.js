@@ -46,12 +46,6 @@
       <span class="muted">drag in a chart to zoom, double click for all</span></div>`;
   };
 
-  const Evaluations = ({ id, version, ...shared }) => {
-    const { data } = HR.useData(HR.has(`/api/runs/${id}/evaluation`) ? `/api/runs/${id}/evaluation` : null, version);
-    const lines = useMemo(() => (data?.environments ?? []).map((env) => ({ name: env.name, x: env.version, y: env.value, low: env.low, high: env.high })), [data]);
-    return lines.length > 0 && html`<${HR.Chart} title="held-out reward, 95% interval" lines=${lines} ...${{ ...shared, smoothing: 0 }} />`;
-  };
-
   const Lanes = ({ id, version, zoom, ...shared }) => {
     const query = zoom ? `?first=${Math.round(zoom[0])}&last=${Math.round(zoom[1])}` : "";
     const { data } = HR.useData(HR.has(`/api/runs/${id}/lanes`) ? `/api/runs/${id}/lanes${query}` : null, version);
@@ -69,9 +63,11 @@
     const query = zoom ? `?first=${Math.floor(zoom[0])}&last=${Math.ceil(zoom[1])}` : "";
     const state = HR.useData(`/api/runs/${id}/series${query}`, version);
     const series = state.data?.series;
+    const evaluation = HR.useData(HR.has(`/api/runs/${id}/evaluation`) ? `/api/runs/${id}/evaluation` : null, version).data;
+    const heldOut = useMemo(() => (evaluation?.environments ?? []).map((env) => ({ name: env.name, x: env.version, y: env.value, low: env.low, high: env.high })), [evaluation]);
     const charts = useMemo(
-      () => run.charts.map((chart) => ({ ...chart, lines: chart.names.filter((name) => series?.[name]).map((name) => lineOf(name, series[name])) })).filter((chart) => chart.lines.length),
-      [series, run.charts],
+      () => run.charts.filter((chart) => chart.title !== "Evaluation" || !heldOut.length).map((chart) => ({ ...chart, lines: chart.names.filter((name) => series?.[name]).map((name) => lineOf(name, series[name])) })).filter((chart) => chart.lines.length),
+      [series, run.charts, heldOut],
     );
     const marks = useMemo(() => run.notices.map((notice) => notice.step).filter((step) => Number.isInteger(step)), [run.notices]);
     const shared = { smoothing, log, zoom, onZoom: setZoom, sync: `run ${id}`, marks };
@@ -82,7 +78,7 @@
       <h2>Charts</h2>
       <${Toolbar} ...${{ smoothing, setSmoothing, log, setLog, zoom, setZoom, last: state.data?.last ?? run.step ?? 0 }} />
       <${HR.Loaded} state=${state}>${() => html`<div class="charts">
-        <${Evaluations} id=${id} version=${version} ...${shared} />
+        ${heldOut.length > 0 && html`<${HR.Chart} key="held-out" title="Held-out reward, 95% interval" lines=${heldOut} ...${shared} smoothing=${0} />`}
         ${charts.map((chart) => html`<${HR.Chart} key=${chart.title} title=${chart.title} unit=${chart.unit} lines=${chart.lines} ...${shared} log=${log !== Boolean(chart.log)} />`)}</div>
         <${Lanes} id=${id} version=${version} zoom=${zoom} onZoom=${setZoom} sync=${`run ${id}`} />`}<//>
       <${Processes} processes=${run.processes} />`;

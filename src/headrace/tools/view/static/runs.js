@@ -43,14 +43,14 @@
         { key: "gain", title: "gain", value: (run) => (run.reward_end === null || run.reward_start === null ? null : run.reward_end - run.reward_start), right: true, show: (run) => (run.reward_end === null || run.reward_start === null ? null : run.reward_end - run.reward_start) },
         { key: "seconds", title: "time", right: true, show: (run) => seconds(run.seconds) },
         { key: "updated", title: "updated", right: true, show: (run) => (run.updated ? new Date(run.updated * 1000).toISOString().slice(0, 16).replace("T", " ") : "") },
-        { key: "model", title: "model", down: false, show: (run) => text(run.model) },
+        { key: "model", title: "model", down: false, show: (run) => html`<span title=${text(run.model)}>${text(HR.fileName(run.model))}</span>` },
         { key: "algorithm", title: "algorithm", down: false, show: (run) => text(run.algorithm) },
         ...keys.map((key, i) => ({ key: `setting ${key}`, title: key, value: (run) => run.settings[i], show: (run) => text(value(run.settings[i])) })),
       ];
     }, [settings, chosen]);
 
     return html`<${HR.Loaded} state=${state}>${(data) => html`
-      <h1 tabindex="-1">Runs <small>${text(data.folder)}</small></h1>
+      <${HR.Title}>Runs <small>${text(data.folder)}</small><//>
       <div class="bar"><label>filter <input type="search" value=${filter} onInput=${(e) => setFilter(e.target.value)} /></label>
         <span class="muted" role="status">${number(rows.length)} of ${number(data.runs.length)} runs</span>
         <button disabled=${chosen.length < 2} onClick=${() => HR.go(`#/compare/${chosen.join(",")}`)}>Compare ${chosen.length || ""} runs</button>

@@ -5,13 +5,13 @@ A block of some hundred tokens is plain text until it comes near the visible par
 element with a colour. So a rollout of 100,000 tokens opens at once, and the browser's own search finds all of it. */
 (() => {
   const { html, text, number, useEffect, useMemo, useRef, useState } = HR;
-  const BLOCK_TOKENS = 400; // a block ends at the next line end after this many
-  const MAX_BLOCK_TOKENS = 800;
+  const BLOCK_TOKENS = 200; // a block ends at the next line end after this many
+  const MAX_BLOCK_TOKENS = 400;
   const MAX_TOKEN_CHARACTERS = 2000; // a hostile vocabulary may have a token of megabytes
   const CATEGORY_COLORS = ["#2a7fd455", "#e07b1a55", "#2f9e5655", "#d0434b55", "#8a5cd055", "#a5702f55", "#18a5b855", "#98a51d55"];
 
   const shownToken = (token, id) => {
-    if (token === null) return `[${id}]`;
+    if (!token) return `[${id}]`; // unknown, or an end marker without text
     return text(token.length > MAX_TOKEN_CHARACTERS ? `${token.slice(0, MAX_TOKEN_CHARACTERS)}…` : token).replace(/\n/g, "↵\n");
   };
 
@@ -93,7 +93,8 @@ element with a colour. So a rollout of 100,000 tokens opens at once, and the bro
     const layout = useMemo(() => layOut(sample), [sample]);
     const values = useMemo(() => Object.fromEntries(Object.entries(sample.values).map(([name, array]) => [name, HR.array(array)])), [sample]);
     const found = useMemo(() => find(layout.texts, query), [layout, query]);
-    const draw = useRef();
+    const drawn = useRef(); // the elements of the blocks, and which of them have coloured tokens
+    const fill = useRef();
 
     useEffect(() => {
       const elements = layout.blocks.map(([start, end]) => {
@@ -103,38 +104,31 @@ element with a colour. So a rollout of 100,000 tokens opens at once, and the bro
         return element;
       });
       box.current.replaceChildren(...elements);
-      const near = new Set();
-      const scale = columns[chosen] ? colorScale(columns[chosen], values[chosen]) : () => "";
-      const color = (i) => (values[chosen] ? scale(values[chosen][i]) : "");
-      const fill = (n) => fillBlock(elements[n], layout.blocks[n], layout.texts, color, found.touched);
+      drawn.current = { elements, near: new Set() };
       const observer = new IntersectionObserver(
-        (entries) => {
-          for (const entry of entries) {
-            const n = elements.indexOf(entry.target);
-            if (entry.isIntersecting && !near.has(n)) {
-              near.add(n);
-              fill(n);
-            }
-          }
-        },
+        (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => reach(elements.indexOf(entry.target))),
         { rootMargin: "600px" },
       );
       elements.forEach((element) => observer.observe(element));
-      draw.current = (i) => {
-        const n = layout.blocks.findIndex(([start, end]) => i >= start && i < end);
-        if (n >= 0 && !near.has(n)) {
-          near.add(n);
-          fill(n);
-        }
-        return elements[n]?.children[i - layout.blocks[n][0]];
-      };
       return () => observer.disconnect();
+    }, [layout]);
+    useEffect(() => {
+      const scale = colorScale(columns[chosen] ?? {}, values[chosen]);
+      const color = (i) => (values[chosen] ? scale(values[chosen][i]) : "");
+      fill.current = (n) => fillBlock(drawn.current.elements[n], layout.blocks[n], layout.texts, color, found.touched);
+      drawn.current.near.forEach(fill.current);
     }, [layout, chosen, found]);
 
+    const reach = (n) => {
+      if (drawn.current.near.has(n)) return;
+      drawn.current.near.add(n);
+      fill.current(n);
+    };
     const show = (i, scroll) => {
       box.current.querySelector(".at")?.classList.remove("at");
-      const span = draw.current(i);
-      if (!span) return;
+      const n = layout.blocks.findIndex(([start, end]) => i >= start && i < end);
+      reach(n);
+      const span = drawn.current.elements[n].children[i - layout.blocks[n][0]];
       span.classList.add("at");
       if (scroll) span.scrollIntoView({ block: "nearest" });
       setAt(i);
