@@ -267,13 +267,13 @@ class Journal:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def _rows(self, query: str, arguments: Sequence[object] = ()) -> list[Any]:
+    def rows(self, query: str, arguments: Sequence[object] = ()) -> list[Any]:
         with _reporting_damage(self.path):
             return self._db.execute(query, arguments).fetchall()
 
     def _number(self, query: str) -> int:
         with _reporting_damage(self.path):
-            return int(self._rows(query)[0][0])
+            return int(self.rows(query)[0][0])
 
     def _last_start(self) -> int:
         return self._number("SELECT COALESCE(MAX(number), 0) FROM starts")
@@ -289,10 +289,10 @@ class Journal:
     def totals(self, through: int | None = None) -> Totals:
         """Return the sums over every outcome, or over those of the steps through `through`."""
         last = (1 << 62) if through is None else through
-        ((rollouts, tokens),) = self._rows(
+        ((rollouts, tokens),) = self.rows(
             "SELECT COALESCE(SUM(rollouts), 0), COALESCE(SUM(tokens), 0) FROM draws WHERE step <= ?", (last,)
         )
-        drops = self._rows(
+        drops = self.rows(
             "SELECT drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw "
             "WHERE draws.step <= ? GROUP BY 1",
             (last,),
@@ -301,22 +301,22 @@ class Journal:
 
     def totals_at(self) -> dict[int, Totals]:
         """Return the totals that were committed with each step."""
-        rows = self._rows("SELECT step, totals FROM steps ORDER BY step")
+        rows = self.rows("SELECT step, totals FROM steps ORDER BY step")
         with _reporting_damage(self.path):
             return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
 
     def clock(self) -> Clock:
-        rows = self._rows("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1")
+        rows = self.rows("SELECT seconds, eval_tokens FROM clock ORDER BY step DESC LIMIT 1")
         return Clock(*rows[0]) if rows else Clock()
 
     def data(self) -> dict[tuple[str, str], Fingerprint]:
         """Return the fingerprints of the tasks at the last start, by slot and environment."""
-        rows = self._rows("SELECT slot, env, examples, digest FROM data")
+        rows = self.rows("SELECT slot, env, examples, digest FROM data")
         return {(slot, env): Fingerprint(*content) for slot, env, *content in rows}
 
     def files(self) -> dict[str, FileRecord]:
         """Return the recorded files, by name."""
-        return {row[0]: FileRecord(*row) for row in self._rows("SELECT name, size, digest FROM files ORDER BY name")}
+        return {row[0]: FileRecord(*row) for row in self.rows("SELECT name, size, digest FROM files ORDER BY name")}
 
     def algorithm_states(self) -> dict[str, AlgorithmState]:
         """Return the newest state by environment."""
@@ -325,23 +325,23 @@ class Journal:
     def states_by_step(self) -> dict[str, dict[int, AlgorithmState]]:
         """Return the last state of every step, by environment."""
         states: dict[str, dict[int, AlgorithmState]] = {}
-        for env, step, algorithm, state in self._rows("SELECT env, step, algorithm, state FROM algorithms"):
+        for env, step, algorithm, state in self.rows("SELECT env, step, algorithm, state FROM algorithms"):
             states.setdefault(env, {})[step] = AlgorithmState(algorithm, state.encode())
         return states
 
     def credits(self) -> Iterator[tuple[int, str, list[tuple[str, float]]]]:
         """Yield id, environment and rewards of every credited draw, in the order of credit."""
         query = "SELECT id, env, rewards FROM draws WHERE credit IS NOT NULL ORDER BY credit"
-        for draw, env, rewards in self._rows(query):
+        for draw, env, rewards in self.rows(query):
             yield draw, env, self._decode_rewards(rewards)
 
     def outcomes(self) -> dict[int, list[Outcome]]:
         """Return the recorded outcomes by step, in the order of their draws."""
         drops: dict[int, dict[str, int]] = {}
-        for draw, reason, count in self._rows("SELECT draw, reason, rollouts FROM drops"):
+        for draw, reason, count in self.rows("SELECT draw, reason, rollouts FROM drops"):
             drops.setdefault(draw, {})[reason] = count
         outcomes: dict[int, list[Outcome]] = {}
-        for step, draw, reason, rollouts, tokens, credit, rewards, credited in self._rows(
+        for step, draw, reason, rollouts, tokens, credit, rewards, credited in self.rows(
             "SELECT step, id, reason, rollouts, tokens, credit, rewards, credited_tokens FROM draws "
             "WHERE step IS NOT NULL ORDER BY id"
         ):
@@ -352,15 +352,15 @@ class Journal:
 
     def settings(self) -> dict[int, str | None]:
         """Return the digest of the settings by epoch; None if an older version started it."""
-        return dict(self._rows("SELECT number, settings FROM starts"))
+        return dict(self.rows("SELECT number, settings FROM starts"))
 
     def epochs(self) -> dict[int, tuple[int | None, int]]:
         """Return, by draw, the epoch in which it was drawn, None if an older version drew it, and of its outcome."""
-        return {draw: (drawn, last) for draw, drawn, last in self._rows("SELECT id, drawn_in, epoch FROM draws")}
+        return {draw: (drawn, last) for draw, drawn, last in self.rows("SELECT id, drawn_in, epoch FROM draws")}
 
     def lessons(self) -> Iterator[Lesson]:
         """Yield the result of every finished draw: credited ones in the order of credit, then the others by id."""
-        rows = self._rows(
+        rows = self.rows(
             "SELECT id, env, task_key, step, rollouts, reason, rewards, credited_tokens, "
             "id IN (SELECT draw FROM drops WHERE reason = ?) FROM draws WHERE step IS NOT NULL "
             "ORDER BY credit IS NULL, credit, id",
@@ -384,20 +384,20 @@ class Journal:
     def draws(self) -> list[tuple[Draw, str, int | None, str | None]]:
         """Return every draw with its state, step and reason, oldest first."""
         columns = "id, env, task_key, position, observed, state, step, reason"
-        return [(Draw(*row[:5]), *row[5:]) for row in self._rows(f"SELECT {columns} FROM draw_states ORDER BY id")]
+        return [(Draw(*row[:5]), *row[5:]) for row in self.rows(f"SELECT {columns} FROM draw_states ORDER BY id")]
 
     def open_draws(self) -> list[Draw]:
         """Return draws that are neither shipped nor dropped, oldest first."""
         columns = "id, env, task_key, position, observed"
-        return [Draw(*row) for row in self._rows(f"SELECT {columns} FROM draws WHERE state = 'drawn' ORDER BY id")]
+        return [Draw(*row) for row in self.rows(f"SELECT {columns} FROM draws WHERE state = 'drawn' ORDER BY id")]
 
     def drawn_per_env(self) -> dict[str, int]:
-        return dict(self._rows("SELECT env, COUNT(*) FROM draws GROUP BY env"))
+        return dict(self.rows("SELECT env, COUNT(*) FROM draws GROUP BY env"))
 
     def drops_per_env(self) -> dict[str, dict[str, int]]:
         """Return the number of dropped rollouts by environment and reason."""
         drops: dict[str, dict[str, int]] = {}
-        for env, reason, count in self._rows(
+        for env, reason, count in self.rows(
             "SELECT env, drops.reason, SUM(drops.rollouts) FROM drops JOIN draws ON draws.id = drops.draw GROUP BY 1, 2"
         ):
             drops.setdefault(env, {})[reason] = count
@@ -409,7 +409,7 @@ class Journal:
             SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*)
             FROM draw_states GROUP BY 1
         """
-        return dict(self._rows(query))
+        return dict(self.rows(query))
 
 
 _REWARDS = msgspec.json.Decoder(list[tuple[str, float]])

@@ -370,7 +370,7 @@ class RolloutFiles:
                 if rows is not None and not any(start <= row < end for row in rows):
                     start = end
                     continue
-                for batch in file.iter_batches(STREAMED_ROLLOUTS, row_groups=[number]):
+                for batch in file.iter_batches(STREAMED_ROLLOUTS, row_groups=[number], use_threads=False):
                     chosen = [row for row in range(start, start + len(batch)) if rows is None or row in rows]
                     if chosen:
                         table = pa.Table.from_batches([batch]).take([row - start for row in chosen])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import msgspec
 from starlette.routing import compile_path
 
 from headrace.errors import BadInput
+from headrace.tools.view.rollouts import step_list
 from headrace.tools.view.routes import ROUTES
-from headrace.tools.view.runs import RunFolder, saved_files
+from headrace.tools.view.runs import RunFolder, ViewedRun, saved_files
 from headrace.tools.view.server import page_files
+from headrace.transport.run_dir import RolloutKind
 
 MAX_STEPS = 20
 """Steps of a run whose rollouts are exported: the newest ones, and those with exported tokens."""
+MAX_EVALUATIONS = 4
+"""Evaluated versions whose episodes are exported: the first and the newest."""
 
 _PATTERNS = [(compile_path(path), answer) for path, answer in ROUTES.items()]
 
@@ -33,7 +38,7 @@ def export(folder: RunFolder, target: Path) -> int:
         )
     (target / "data").mkdir(parents=True, exist_ok=True)
     paths = []
-    for path in exported_paths(folder):
+    for path in dict.fromkeys(exported_paths(folder)):
         content = as_script(path, answer_to(folder, path))
         (target / "data" / f"{data_name(path)}.js").write_bytes(content)
         paths.append(path)
@@ -53,11 +58,26 @@ def exported_paths(folder: RunFolder) -> Iterator[str]:
         yield from (base, f"{base}/series", f"{base}/lanes")
         saved = saved_files(run)
         for step in sorted({*saved["steps"][-MAX_STEPS:], *set(saved["steps"]).intersection(saved["token_steps"])}):
-            yield from _step_paths(f"{base}/steps/{step}")
+            yield f"{base}/steps/{step}"
+            listed = step_list(run, RolloutKind.TRAIN, step)
+            for row in listed["rollouts"]["row"]:
+                yield from (f"{base}/steps/{step}/rollouts/{row}", f"{base}/steps/{step}/rollouts/{row}/credit")
+            if run.dir.journal.is_file():
+                yield from (f"{base}/draws/{group['draw']}" for group in listed["groups"])
+        if run.dir.journal.is_file():
+            yield f"{base}/draws"
+        yield from _evaluation_paths(run, f"{base}/evaluation")
 
 
-def _step_paths(base: str) -> Iterator[str]:
-    yield from ()
+def _evaluation_paths(run: ViewedRun, base: str) -> Iterator[str]:
+    yield base
+    versions = saved_files(run)["eval_steps"]
+    versions = sorted({*versions[:1], *versions[1:][-MAX_EVALUATIONS:]})
+    pairs = {*pairwise(versions), *zip(versions[:1], versions[-1:], strict=True)} if len(versions) > 1 else set()
+    yield from (f"{base}/{before}/{after}" for before, after in sorted(pairs))
+    for version in versions:
+        rows = step_list(run, RolloutKind.EVAL, version)["rollouts"]["row"]
+        yield from (f"{base}/{version}/rollouts/{row}" for row in rows)
 
 
 def answer_to(folder: RunFolder, path: str) -> Any:

@@ -83,7 +83,7 @@ def file_of(run: ViewedRun, kind: RolloutKind, step: int) -> Path:
 
 def list_step(run: ViewedRun, step: int, kind: RolloutKind = RolloutKind.TRAIN) -> dict[str, Any]:
     """Return the groups of a step, and its rollouts by column."""
-    listed = _listed(file_of(run, kind, step))
+    listed = step_list(run, kind, step)
     names = [name for chart in suggest_charts(run.metrics.names()) for name in chart["names"]]
     metrics = {}
     for name, (steps, values) in run.metrics.points(names).items():
@@ -99,7 +99,9 @@ def list_step(run: ViewedRun, step: int, kind: RolloutKind = RolloutKind.TRAIN) 
     }
 
 
-def _listed(path: Path) -> dict[str, Any]:
+def step_list(run: ViewedRun, kind: RolloutKind, step: int) -> dict[str, Any]:
+    """Return the groups and rollouts of a file, without what depends on other files."""
+    path = file_of(run, kind, step)
     listed: dict[str, Any] = cached(path, "list", lambda: _list(path))
     return listed
 
@@ -177,7 +179,7 @@ def describe_rollout(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> 
         **{name: getattr(rollout, name) for name in plain},
         "step": step,
         "row": row,
-        "group": _listed(file_of(run, kind, step))["rollouts"]["group"][row],
+        "group": step_list(run, kind, step)["rollouts"]["group"][row],
         "draw": rollout.draw_id,
         "reward": finite(rollout.reward),
         "advantage": rollout.mean_advantage,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import BadInput
-from headrace.tools.view import charts, rollouts, runs
+from headrace.tools.view import charts, comparisons, draws, evaluations, rollouts, runs
 from headrace.tools.view.runs import RunFolder
 from headrace.transport.run_dir import RolloutKind
 
@@ -64,6 +64,30 @@ def _search(folder: RunFolder, path: Parameters, query: Query) -> Any:
     return rollouts.search(folder.run(path["run"]), text, number(query, "limit", 100))
 
 
+def _draws(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    filters = {column: query.get(name, [""])[-1] for name, column in DRAW_FILTERS.items()}
+    return draws.list_draws(folder.run(path["run"]), number(query, "offset", 0), number(query, "limit", 200), filters)
+
+
+def _draw(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    return draws.describe_draw(folder.run(path["run"]), path["draw"])
+
+
+def _evaluations(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    return evaluations.list_evaluations(folder.run(path["run"]))
+
+
+def _versions(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    return evaluations.compare_versions(folder.run(path["run"]), path["before"], path["after"])
+
+
+def _compare(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    return comparisons.compare(folder, query.get("run", []), query.get("metric", [""])[-1])
+
+
+DRAW_FILTERS = {"state": "state", "env": "env", "task": "task_key"}
+"""Filters of draws: names in a query, and columns of the journal."""
+
 ROUTES: dict[str, Answer] = {
     "/api/runs": lambda folder, path, query: runs.list_runs(folder),
     "/api/settings": lambda folder, path, query: runs.compare_settings(folder),
@@ -75,4 +99,9 @@ ROUTES: dict[str, Answer] = {
     "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}/credit": _credit,
     "/api/runs/{run}/evaluation/{step:int}/rollouts/{row:int}": _rollout(RolloutKind.EVAL),
     "/api/runs/{run}/search": _search,
+    "/api/runs/{run}/draws": _draws,
+    "/api/runs/{run}/draws/{draw:int}": _draw,
+    "/api/runs/{run}/evaluation": _evaluations,
+    "/api/runs/{run}/evaluation/{before:int}/{after:int}": _versions,
+    "/api/compare": _compare,
 }

@@ -24,7 +24,7 @@ from headrace.launch.run_directory import is_run
 from headrace.observe.status import ObservedStatus, StatusReader
 from headrace.observe.summary import Summary, rows
 from headrace.runfile.reading import leaves
-from headrace.tools.compare.inputs import differences, settings_of
+from headrace.tools.compare.inputs import Settings, differences, settings_of
 from headrace.tools.view.series import MetricsTable, decode_lines, read_lines, sample_records
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -73,7 +73,7 @@ class ViewedRun:
         self.status = StatusReader(self.dir.status)
         self._lock = threading.Lock()
         self._row: tuple[Any, RunRow] | None = None
-        self._settings: tuple[Any, dict[str, Any]] | None = None
+        self._settings: tuple[Any, dict[str, Any], Settings] | None = None
 
     def row(self) -> RunRow:
         seen = (identity(self.dir.metrics), identity(self.dir.heartbeat))
@@ -105,11 +105,19 @@ class ViewedRun:
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration as a tree."""
+        return self._read_settings()[1]
+
+    def compared_settings(self) -> Settings:
+        """Return the configuration by dotted key, without what does not affect training."""
+        return self._read_settings()[2]
+
+    def _read_settings(self) -> tuple[Any, dict[str, Any], Settings]:
         seen = identity(self.dir.config)
         with self._lock:
             if self._settings is None or self._settings[0] != seen:
-                self._settings = (seen, read_toml(self.dir.config) if self.dir.config.is_file() else {})
-            return self._settings[1]
+                tree = read_toml(self.dir.config) if self.dir.config.is_file() else {}
+                self._settings = (seen, tree, settings_of(tree))
+            return self._settings
 
 
 class _End(msgspec.Struct):
@@ -220,12 +228,11 @@ def list_runs(folder: RunFolder) -> dict[str, Any]:
 def compare_settings(folder: RunFolder) -> dict[str, Any]:
     """Return the settings in which runs of the folder differ, and the main ones of each."""
     runs = folder.runs()
-    trees = {id: run.settings() for id, run in runs.items()}
-    differing = differences([settings_of(tree) for tree in trees.values()]) if len(trees) > 1 else {}
+    differing = differences([run.compared_settings() for run in runs.values()]) if len(runs) > 1 else {}
     return {
         "keys": list(differing),
-        "values": {id: [values[n] for values in differing.values()] for n, id in enumerate(trees)},
-        "runs": {id: main_settings(tree) for id, tree in trees.items()},
+        "values": {id: [values[n] for values in differing.values()] for n, id in enumerate(runs)},
+        "runs": {id: main_settings(run.settings()) for id, run in runs.items()},
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 NAMES_BYTES = 256 << 10
 """At either end of a large file, what is searched for the names of metrics."""
 WINDOW_BYTES = 16 << 10

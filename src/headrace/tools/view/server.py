@@ -9,9 +9,11 @@ machine (DNS rebinding) is refused. The content security policy allows scripts a
 from __future__ import annotations
 
 import hmac
+import importlib
 import logging
 import secrets
 import socket
+import threading
 import webbrowser
 from collections.abc import Callable, Mapping
 from importlib.resources import files
@@ -19,6 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -28,7 +31,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import BadInput, Failure
-from headrace.tools.view.routes import ROUTES
+from headrace.tools.view.events import FolderEvents, RunEvents, stream
+from headrace.tools.view.routes import ROUTES, number
 from headrace.tools.view.runs import NotFound, RunFolder
 
 log = logging.getLogger(__name__)
@@ -137,7 +141,24 @@ def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = 
         kind = MEDIA_TYPES.get(PurePosixPath(name).suffix, "text/plain; charset=utf-8")
         return Response(static[name], media_type=kind)
 
-    routes = [Route("/", index), Route("/static/{name:path}", static_file)]
+    async def run_events(request: Request) -> Response:
+        offset = request.headers.get("last-event-id") or request.query_params.get("offset")
+        try:
+            run = folder.run(request.path_params["run"])
+            start = number({"offset": [offset or ""]}, "offset", None)
+        except BadInput as error:
+            return error_reply(str(error), 404)
+        return stream(request, RunEvents(run, start))
+
+    async def folder_events(request: Request) -> Response:
+        return stream(request, FolderEvents(folder))
+
+    routes = [
+        Route("/", index),
+        Route("/static/{name:path}", static_file),
+        Route("/api/runs/{run}/events", run_events),
+        Route("/api/events", folder_events),
+    ]
     routes += [Route(path, _endpoint(answer, folder)) for path, answer in ROUTES.items()]
     hosts = frozenset(f"{name.lower()}:{port}" for name in (*LOOPBACK, *names))
     return Gate(Starlette(routes=routes), hosts, token, f"headrace_view_{port}")
@@ -180,6 +201,8 @@ def serve(folder: RunFolder, host: str, port: int, open_browser: bool, show: Cal
     server = uvicorn.Server(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     )
+    pa.set_memory_pool(pa.system_memory_pool())  # Arrow's own pool keeps what it has freed
+    threading.Thread(target=importlib.import_module, args=["headrace.tools.view.credit"], daemon=True).start()
     show(url)
     if open_browser:
         webbrowser.open(url)
