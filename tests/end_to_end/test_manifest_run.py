@@ -86,11 +86,12 @@ class Pods:
 
 
 @pytest.fixture
-def pods(tmp_path: Path, tiny_model: Path) -> Any:
+def pods(tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest) -> Any:
+    """With the run file's keys of a parameter."""
     file = write_run_file(tmp_path, tiny_model)
     keys = {"launch.kubernetes.image": "headrace:0.1", "launch.gpus_per_node": "0", "max_steps": "8"}
     keys |= {"launch.trainer_nodes": "1", "launch.inference_nodes": "1", "launch.on": "nodes"}
-    keys |= {"trainer.ckpt.interval": "1", "model.name": "/runs/model"}
+    keys |= {"trainer.ckpt.interval": "1", "model.name": "/runs/model", **getattr(request, "param", {})}
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/model").symlink_to(tiny_model)
     config, _ = load(RunConfig, [file], [word for key, value in keys.items() for word in (f"--{key}", value)])
@@ -130,3 +131,12 @@ def test_a_lost_node_joins_again_and_a_lost_driver_resumes_the_run(pods: Pods) -
     assert steps(run) == 8
     code, output = headrace("audit", run.root)
     assert code == 0, output
+
+
+@pytest.mark.parametrize("pods", [{"max_steps": "100000", "trainer.ckpt.interval": "100000"}], indirect=True)
+def test_an_evicted_driver_has_a_checkpoint_written_before_it_stops(pods: Pods) -> None:
+    run = RunDir(pods.folder / "runs/run")
+    wait_until(lambda: steps(run) >= 2, "two steps", LIMIT_S)
+    pods.processes["driver-driver"].terminate()
+    assert pods.wait("driver-driver") == 128 + signal.SIGTERM, pods.log("driver-driver")
+    assert run.latest_checkpoint_step() == steps(run) >= 2

@@ -42,6 +42,7 @@ limits: dict[str, Any] = {
     "stall_s": 60.0,
     "max_restarts": 3,
     "restart_delay_s": 0.1,
+    "save_on_sigterm": False,
 }
 specs = []
 for argument in sys.argv[2:]:

@@ -14,12 +14,15 @@ import pytest
 
 from headrace.errors import AGAIN
 from headrace.launch.hosts.base import ProcessSpec
+from headrace.launch.node import NodeProcesses
+from headrace.launch.node_messages import Start
 from headrace.launch.out_of_memory import RECENT_S, OomMonitor
 from headrace.launch.process import RSS_UNIT_BYTES, Lifeline, Process
 from headrace.machine import HostMemory
 from headrace.observe.summary import read_failure
 from headrace.transport.run_dir import RunDir
 from tests.launch.launching import assert_all_gone, finish, launch
+from tests.launch.node_world import wait_for
 
 MIB = 1 << 20
 USED_MIB = 64
@@ -71,6 +74,24 @@ def test_a_kill_after_the_count_has_risen_was_for_memory(tmp_path: Path) -> None
     assert found.activity == "saving the checkpoint of step 3"
     assert found.is_certain
     assert not found.repeats  # another program may have taken the memory
+
+
+def test_a_process_on_another_host_is_judged_by_the_count_of_that_host(tmp_path: Path) -> None:
+    here = OomMonitor(simulate_kernel(tmp_path / "here", LARGE_MIB, kills=0))
+    there = NodeProcesses(simulate_kernel(tmp_path / "there", 2 * LARGE_MIB, kills=4))
+    there.start(Start(1, "trainer", ["sleep", "60"], {}, str(tmp_path / "log")))
+    assert there.states()[1].memory is None
+    there.kill(1)
+    simulate_kernel(tmp_path / "there", 2 * LARGE_MIB, kills=5)
+    wait_for(lambda: there.states()[1].exit_status == -signal.SIGKILL)
+    there.close()
+    process = ended(tmp_path)
+    process.is_here, process.memory = False, there.states()[1].memory
+    found = here.explain(process, "", now=0.0)
+    assert found is not None and found.is_certain and found.total_bytes == 2 * LARGE_MIB * MIB
+    simulate_kernel(tmp_path / "here", LARGE_MIB, kills=1)
+    process.memory = None  # the host was lost
+    assert here.explain(process, "", now=0.0) is None
 
 
 def test_a_process_with_most_of_the_memory_would_end_in_the_same_way_again(tmp_path: Path) -> None:

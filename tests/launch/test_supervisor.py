@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import SAVED
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import hold
 from tests.launch.launching import assert_all_gone, events, finish, launch, next_line, pids, wait_for_start
@@ -78,14 +77,23 @@ def test_a_signal_ends_orchestrator_trainer_and_inference_in_this_order(
     assert_all_gone(tmp_path)
 
 
-@pytest.mark.parametrize("receiver", ["launcher", "trainer"])
-def test_sigusr1_saves_the_trainer_before_the_others_end_in_order(tmp_path: Path, receiver: str) -> None:
-    launcher = launch(tmp_path, *ALL_WORK)
+@pytest.mark.parametrize(
+    ("receiver", "number", "options"),
+    [
+        ("launcher", signal.SIGUSR1, []),
+        ("trainer", signal.SIGUSR1, []),
+        ("launcher", signal.SIGTERM, ["save_on_sigterm=1"]),
+    ],
+)
+def test_a_signal_saves_the_trainer_before_the_others_end_in_order(
+    tmp_path: Path, receiver: str, number: signal.Signals, options: list[str]
+) -> None:
+    launcher = launch(tmp_path, *ALL_WORK, *options)
     wait_for_start(tmp_path, 3)
     trainer = next(int(pid) for name, event, pid in events(tmp_path) if (name, event) == ("trainer", "started"))
-    os.kill(trainer if receiver == "trainer" else launcher.pid, signal.SIGUSR1)
+    os.kill(trainer if receiver == "trainer" else launcher.pid, number)
     code, out, _ = finish(launcher)
-    assert code == SAVED
+    assert code == 128 + number
     assert "restarting it" not in out
     last = [(name, event) for name, event, _ in events(tmp_path)][-3:]
     assert last == [("trainer", "saved"), ("orchestrator", "ended"), ("inference", "ended")]

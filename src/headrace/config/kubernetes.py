@@ -60,5 +60,8 @@ class KubernetesConfig(Config):
     """Labels of the JobSet: `"kueue.x-k8s.io/queue-name" = "QUEUE"`."""
     user: int = Field(1000, ge=1)
     """The number of the user and group as which all pods run."""
+    save_timeout: int = Field(480, ge=0)
+    """Seconds that an evicted driver has for a last step and its checkpoint; Kubernetes kills its pod two minutes
+    later."""
     max_restarts: int = Field(10, ge=0)
     """Restarts of the whole set, after the driver's pod was lost or killed."""

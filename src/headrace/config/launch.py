@@ -103,6 +103,9 @@ class LaunchConfig(Config):
     """Seconds until every process must be ready, again after a restart; vLLM's `start_timeout` is added."""
     stop_timeout: float = Field(10.0, gt=0)
     """Seconds between the request to stop and the kill of a process."""
+    save_on_sigterm: bool = False
+    """Whether the trainer finishes its step and writes a checkpoint when SIGTERM stops the run, as at SIGUSR1: for
+    machines that are taken away after a notice. A second signal stops it at once."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of all processes of the run, and of the checks before they start. Exported `WANDB_MODE` and
     `HF_HUB_OFFLINE` take precedence."""

@@ -39,7 +39,8 @@ LAUNCHER_RESOURCES = {"cpu": "1", "memory": "4Gi"}
 UNLIMITED = 2**31 - 1
 """Replaced pods of nodes: the supervisor decides when a run has failed, not their Job."""
 STOP_S = 120
-"""Time in which a deleted pod stops its processes; a checkpoint may be being written."""
+"""Time in which a deleted pod stops its processes; a checkpoint may be being written. The driver also has one written
+before (`save_timeout`)."""
 START_S = 1800
 """Time until the driver answers: it may have to download the model. Also until a lost pod was replaced."""
 JOIN_S = 86400
@@ -160,6 +161,7 @@ class Pods:
         """Return the Job of the launcher. A node beside it takes the orchestrator, which needs no GPU."""
         words = f"headrace {self.command} {RUN_FILE} --output_dir {self.run} --launch.on nodes"
         words += f" --launch.driver_port {DRIVER_PORT} --launch.join_timeout {JOIN_S} --launch.start_timeout {START_S}"
+        words += " --launch.save_on_sigterm true"
         health = {"httpGet": {"path": "/health", "port": "driver"}, "timeoutSeconds": 5}
         launcher = {
             **self._container("driver", LAUNCHER_RESOURCES),
@@ -173,6 +175,7 @@ class Pods:
         # A sidecar: it is restarted by itself, and does not keep the pod from completing.
         node = {**self._node("orchestrator", self.settings.driver_resources), "restartPolicy": "Always"}
         pod = self._pod(launcher, initContainers=[node])
+        pod["terminationGracePeriodSeconds"] = self.settings.save_timeout + STOP_S
         pod["volumes"].append({"name": "run-file", "configMap": {"name": f"{self.name}-run-file"}})
         failed = {"containerName": "driver", "operator": "In", "values": [1, 2]}
         policy = {"rules": [{"action": "FailJob", "onExitCodes": failed}]}

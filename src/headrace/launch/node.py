@@ -41,9 +41,10 @@ from headrace.launch.node_messages import (
     Stop,
     own_versions,
 )
+from headrace.launch.out_of_memory import OomMonitor
 from headrace.launch.process import GRACE_S, Lifeline, Process
-from headrace.launch.supervisor import signals_to
-from headrace.machine import usable_cores, visible_gpus
+from headrace.launch.signals import signals_to
+from headrace.machine import HostMemory, usable_cores, visible_gpus
 from headrace.transport.run_dir import RunDir
 from headrace.transport.shared_directory import Canary, UnsuitableDirectory
 
@@ -69,11 +70,11 @@ JOINED = "joined"
 class NodeProcesses:
     """The processes of one lease. None is started after all were killed."""
 
-    def __init__(self) -> None:
-        self._lifeline = Lifeline()
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        self._lifeline, self._oom = Lifeline(), OomMonitor(memory or HostMemory())
         self._processes: dict[int, Process] = {}
-        self._failed: dict[int, ProcessState] = {}
-        """Processes that could not be started."""
+        self._ended: dict[int, ProcessState] = {}
+        """Also processes that could not be started."""
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -88,7 +89,7 @@ class NodeProcesses:
                 log.error("%s cannot be started: %s", command.name, error)
                 with suppress(OSError), open(command.log, "a") as output:  # it may be the log that cannot be written
                     output.write(f"cannot be started: {error}\n")
-                self._failed[command.process] = ProcessState(exit_status=CANNOT_START)
+                self._ended[command.process] = ProcessState(exit_status=CANNOT_START)
 
     def send_signal(self, number: int, signal_number: int) -> None:
         if (process := self._processes.get(number)) is not None:
@@ -113,11 +114,14 @@ class NodeProcesses:
             process.wait(grace_s)
 
     def states(self) -> dict[int, ProcessState]:
-        running = {
-            number: ProcessState(process.pid, process.exit_status, process.peak_bytes)
-            for number, process in list(self._processes.items())
-        }
-        return running | self._failed
+        now, states = time.monotonic(), {}
+        self._oom.observe(now)
+        for number, process in list(self._processes.items()):
+            if (status := process.exit_status) is None:
+                states[number] = ProcessState(process.pid)
+            elif number not in self._ended:
+                self._ended[number] = ProcessState(process.pid, status, process.peak_bytes, self._oom.at_end(now))
+        return states | self._ended
 
     def close(self) -> None:
         self.kill_all()

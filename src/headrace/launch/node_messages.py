@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.launch.hosts.base import HostRole
+from headrace.launch.hosts.base import HostRole, MemoryAtEnd
 
 LEASE_S = 20.0
 """A host that has not reported for so long is lost; a node that could not report for so long kills its processes."""
@@ -151,6 +151,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     pid: int = 0
     exit_status: int | None = None
     peak_bytes: int = 0
+    memory: MemoryAtEnd | None = None
+    """Of a process that has ended."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 
 from headrace.errors import AGAIN
-from headrace.launch.hosts.base import HostProcess
+from headrace.launch.hosts.base import HostProcess, MemoryAtEnd
 from headrace.machine import HostMemory
 
 GIB = 1 << 30
@@ -64,14 +64,21 @@ class OomMonitor:
             self._risen_at = now
         self._count = count
 
+    def at_end(self, now: float) -> MemoryAtEnd:
+        """Return the evidence about a process of this machine that has ended."""
+        self.observe(now)
+        has_risen = self._risen_at is not None and now - self._risen_at <= RECENT_S
+        return MemoryAtEnd(self._memory.total(), has_risen)
+
     def explain(self, process: HostProcess, activity: str, now: float) -> OutOfMemory | None:
-        """Describe the end of a process if it was for memory."""
+        """Describe the end of a process if it was for memory, by the report of its host if that is another one."""
         if process.exit_status not in KILLED_STATUSES:
             return None
-        self.observe(now)
-        total = self._memory.total()
-        has_risen = self._risen_at is not None and now - self._risen_at <= RECENT_S
-        was_large = process.exit_status != AGAIN and process.peak_bytes >= MOST_OF_THE_MEMORY * total
-        if not has_risen and not was_large:
+        memory = self.at_end(now) if process.is_here else process.memory
+        if memory is None:  # its host is lost
             return None
-        return OutOfMemory(process.name, process.peak_bytes, total, activity, is_certain=has_risen)
+        total = memory.total_bytes
+        was_large = process.exit_status != AGAIN and process.peak_bytes >= MOST_OF_THE_MEMORY * total
+        if not memory.was_short and not was_large:
+            return None
+        return OutOfMemory(process.name, process.peak_bytes, total, activity, is_certain=memory.was_short)

@@ -145,6 +145,7 @@ def make_supervisor(
         max_restarts=limits.max_restarts,
         heartbeat=Heartbeat(run.heartbeat, limits.heartbeat_url, limits.heartbeat_interval),
         memory_advice=memory_advice or MEMORY_ADVICE,
+        save_on_sigterm=limits.save_on_sigterm,
     )
 
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from queue import SimpleQueue
-from types import FrameType
 from typing import Protocol
 
 from headrace.config.base import ConfigError
@@ -30,6 +28,7 @@ from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.hosts.base import Host, HostProcess, Hosts, ProcessSpec
 from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
+from headrace.launch.signals import SAVE_AND_STOP, signals_to
 from headrace.launch.watch import STALL_S, Watch, not_up
 from headrace.machine import HostMemory
 from headrace.observe.metrics import History, MetricsCollector, Tail
@@ -40,7 +39,6 @@ from headrace.transport.run_dir import RunDir
 POLL_S = 0.1
 MEMORY_ADVICE = "`headrace rl FILE --dry-run` shows what the run plans to use, and what would make it less."
 TRAINER = "trainer"
-SAVE_AND_STOP = signal.SIGUSR1
 SCALE_TIMEOUT_S = 30.0
 
 
@@ -70,6 +68,7 @@ class Supervisor:
         heartbeat: Heartbeat | None = None,
         memory: HostMemory | None = None,
         memory_advice: str = MEMORY_ADVICE,
+        save_on_sigterm: bool = False,
         clock: Clock = time,
     ) -> None:
         """`memory_advice`: a sentence on what makes the run need less host memory."""
@@ -96,6 +95,7 @@ class Supervisor:
         self._notices_shown: Counter[tuple[str, int]] = Counter()
         """By name and process id, which processes on different hosts may share."""
         self._signals: list[int] = []
+        self._saving_signals = {SAVE_AND_STOP, signal.SIGTERM} if save_on_sigterm else {SAVE_AND_STOP}
         self._watch = Watch(clock.monotonic(), stall_s)
 
     def run(self) -> int:
@@ -172,7 +172,7 @@ class Supervisor:
                     self._recovery.step = self.history.step
                 self._start_unit(unit, again=True)
             self._clock.sleep(POLL_S)
-        if self._signals[0] == SAVE_AND_STOP:
+        if self._signals[0] in self._saving_signals:
             self._save()
         names = ", ".join(process.name for process in reversed(self._fleet.processes.values()) if process.running)
         self._view.say(f"{signal.Signals(self._signals[0]).name}: stopping {names or '(no process is running)'}")
@@ -356,7 +356,8 @@ class Supervisor:
         trainers = [process for process in self._fleet.members(TRAINER) if process.running]
         for process in trainers:
             process.send_signal(SAVE_AND_STOP)
-        self._view.say(f"{SAVE_AND_STOP.name}: the trainer finishes its step and saves a checkpoint")
+        name = signal.Signals(self._signals[0]).name
+        self._view.say(f"{name}: the trainer finishes its step and saves a checkpoint")
         statuses = (None, 0, SAVED)  # else a member has failed, and the others may wait for it
         while (
             any(process.running for process in trainers)
@@ -388,21 +389,3 @@ class Supervisor:
                 process.wait(self._stop_timeout)
         self._collector.close()
         self._read()
-
-
-@contextmanager
-def signals_to(received: list[int]) -> Iterator[None]:
-    """Append received stop signals to a list instead of ending the process."""
-
-    def collect(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    numbers = [signal.SIGINT, signal.SIGTERM, SAVE_AND_STOP]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
-        numbers.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, collect) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -38,6 +38,16 @@ class Host:
 
 
 @dataclass(frozen=True)
+class MemoryAtEnd:
+    """The memory of a host when a process on it ended."""
+
+    total_bytes: int
+    """Memory of the machine, or the limit of its container."""
+    was_short: bool
+    """Whether the kernel had ended a process for memory shortly before."""
+
+
+@dataclass(frozen=True)
 class ProcessSpec:
     """A command to start. A service runs until it is stopped; other processes end when their work is done."""
 
@@ -59,6 +69,9 @@ class ProcessSpec:
 class HostProcess(ABC):
     """A process that was started on a host."""
 
+    is_here = True
+    """Whether it runs on this machine."""
+
     def __init__(self, spec: ProcessSpec, log: Path) -> None:
         self.spec, self.name, self.log = spec, spec.name, log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +80,8 @@ class HostProcess(ABC):
         """On its host; 0 until it is known."""
         self.peak_bytes = 0
         """Most resident memory of the process, or of one of its children that it waited for; 0 while it runs."""
+        self.memory: MemoryAtEnd | None = None
+        """As its own host has reported it."""
         self.host_is_lost = False
         """Whether it is considered ended because its host no longer answers."""
 

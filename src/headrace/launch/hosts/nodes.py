@@ -29,6 +29,8 @@ SETTLE_S = 1.0
 class NodeProcess(HostProcess):
     """A process on a host with a node agent."""
 
+    is_here = False
+
     def __init__(self, spec: ProcessSpec, log: Path, driver: Driver, number: int, node: Node | None) -> None:
         """`node`: None if the host is lost by now."""
         super().__init__(spec, log)
@@ -45,7 +47,7 @@ class NodeProcess(HostProcess):
                 # A host that leaves stops its processes, which is not their failure.
                 has_left = self._node is not None and self._node.is_leaving and state.exit_status is not None
             self.host_is_lost = has_left or (is_gone and state.exit_status is None)
-            self.pid, self.peak_bytes = state.pid, state.peak_bytes
+            self.pid, self.peak_bytes, self.memory = state.pid, state.peak_bytes, state.memory
             self._ended_with = -signal.SIGKILL if self.host_is_lost else state.exit_status
         return self._ended_with
 

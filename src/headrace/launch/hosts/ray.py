@@ -5,7 +5,8 @@ of the run, not by Ray. The actor of a process owns it as the launcher owns a pr
 stops when its actor ends. The driver polls all actors: a host that does not answer for `LEASE_S` is lost, and an actor
 that is not polled for as long kills its process.
 
-Ray moves the bundle of a lost host to a free one, which is then listed. Of Headrace, this module alone imports Ray.
+Ray moves the bundle of a lost host to a free one, which is then listed. Of Headrace, only this module and `ray_cluster`
+import Ray.
 """
 
 from __future__ import annotations
@@ -30,19 +31,13 @@ from headrace.launch.driver import Driver, Refused
 from headrace.launch.errors import BadRequest, LaunchError
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
 from headrace.launch.hosts.nodes import open_driver
+from headrace.launch.hosts.ray_cluster import connect, import_ray, living_nodes
 from headrace.launch.node import CANNOT_START, Lease, NodeProcesses, describe_host
 from headrace.launch.node_messages import LEASE_S, Join, ProcessState, RunFacts, Start
 from headrace.launch.node_registry import natural_order
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
-from headrace.launch.ray_bundles import (
-    ADDRESS_KEY,
-    Bundle,
-    check_address,
-    check_installed,
-    describe_shortage,
-    make_bundles,
-)
+from headrace.launch.ray_bundles import Bundle, describe_shortage, make_bundles
 from headrace.transport.run_dir import RunDir
 
 HOLD_S = 1.0
@@ -141,6 +136,8 @@ class RayHost:
 class RayProcess(HostProcess):
     """A process on a host of a Ray cluster. `host`: None if it is lost by now."""
 
+    is_here = False
+
     def __init__(self, spec: ProcessSpec, log: Path, host: RayHost | None, owner: Any = None) -> None:
         super().__init__(spec, log)
         self._host, self._owner = host, owner
@@ -164,6 +161,7 @@ class RayProcess(HostProcess):
             self._ended_with = -signal.SIGKILL
             return
         self.pid, self.peak_bytes, self._ended_with = answer.pid, answer.peak_bytes, answer.exit_status
+        self.memory = answer.memory
         self.poll()
 
     def lose(self, error: Exception) -> None:
@@ -395,39 +393,3 @@ class RayHosts:
         if self._has_connected:
             import_ray().shutdown()  # ends the actors, which end what still runs
         self.driver.close()
-
-
-def import_ray() -> Any:
-    check_installed()
-    import ray
-
-    return ray
-
-
-def connect(address: str | None, runtime_env: Mapping[str, Any]) -> bool:
-    """Connect this process to a cluster, or start one on this machine. Returns whether it was not connected before."""
-    ray = import_ray()
-    if ray.is_initialized():
-        return False
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address is not None:
-        check_address(address)
-    options = {"runtime_env": dict(runtime_env), "log_to_driver": False, "logging_level": "warning"}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        try:
-            ray.init(address or "auto", **options)
-        except ConnectionError:
-            if address is not None:
-                raise
-            ray.init("local", include_dashboard=False, **options)
-    except (OSError, RuntimeError, ValueError) as error:
-        fix = "Start this on a host of the cluster, or with `ray job submit`."
-        raise BadRequest(
-            f"cannot connect to the Ray cluster: {error}", key=ADDRESS_KEY, value=address, fix=fix
-        ) from error
-    return True
-
-
-def living_nodes() -> list[dict[str, Any]]:
-    return [node for node in import_ray().nodes() if node["Alive"]]

@@ -18,7 +18,7 @@ from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.process import Lifeline, Process
 from headrace.launch.processes import gpu_env
 from headrace.launch.run_directory import is_run
-from headrace.launch.supervisor import signals_to
+from headrace.launch.signals import signals_to
 from headrace.tools.evaluate.servers import Machine
 from headrace.tools.sweep.config import SweepConfig, override_words
 from headrace.tools.sweep.jobs import Job, Share, check_engines, divide
