@@ -13,7 +13,7 @@ import torch
 from headrace.inference.backend import EngineState
 from headrace.inference.server.metrics import Metrics
 from headrace.rollout.version import Version
-from headrace.trainer.loss import PackedInputs, ce_loss, ref_kl_loss
+from headrace.trainer.loss import PackedInputs, ce_loss, k2_loss, k3_loss, ref_kl_loss
 from headrace.trainer.losses import policy_loss
 from tests.observe.metrics_page import ANY, documented, first_cells, names_in, undocumented
 
@@ -88,6 +88,7 @@ def losses() -> Iterator[dict[str, object]]:
         yield policy_loss(kind)(inputs).metrics
     yield ce_loss(inputs).metrics
     yield ref_kl_loss(inputs).metrics
+    yield from (loss(inputs).metrics for loss in (k2_loss, k3_loss))
 
 
 def test_the_losses_of_the_page_are_what_losses_and_the_step_report():

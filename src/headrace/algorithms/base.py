@@ -21,6 +21,7 @@ from headrace.rollout.types import Rollout, Sample, Task
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
+    from headrace.algorithms.kl import KlPenalty
     from headrace.text.tokenizer import Tokenizer
 
 
@@ -206,6 +207,8 @@ class Algorithm:
     teacher_max_len: int | None = None
     """Its `max_model_len`, if known."""
     max_concurrent: int = 32
+    kl: KlPenalty | None = None
+    """The penalty for the distance to a reference policy that the run file sets."""
 
     @property
     def tally(self) -> Tally:
@@ -220,6 +223,8 @@ class Algorithm:
         if self.model_role:
             self.teacher = LimitedReference(self._frozen or host.policy, self.max_concurrent)
             self.teacher_max_len = await self.teacher.check(host.tokenizer, host.seq_len, host.temperature)
+        if self.kl is not None:
+            await self.kl.start(host)
         await self.setup()
 
     async def stop(self) -> None:
@@ -227,6 +232,30 @@ class Algorithm:
         await self.close()
         if self._frozen is not None:
             await self._frozen.close()
+        if self.kl is not None:
+            await self.kl.stop()
+
+    async def credit_rollout(self, rollout: RolloutView) -> None:
+        """Call `score_rollout` with what the penalty leaves of the reward. Raises `ReferenceFailed`."""
+        if self.kl is not None:
+            await self.kl.measure(rollout.rollout)
+        await self.score_rollout(self.charged(rollout))
+
+    async def credit_group(self, group: Sequence[RolloutView]) -> None:
+        """Call `score_group` with what the penalty leaves of the rewards, and weigh the penalty in the loss."""
+        await self.score_group([self.charged(rollout) for rollout in group])
+        if self.kl is not None:
+            self.kl.weigh(group)
+
+    async def credit_batch(self, batch: Sequence[Survivor]) -> None:
+        """Call `score_batch`, and score what is left by the reference of the penalty."""
+        await self.score_batch(batch)
+        if self.kl is not None:
+            await self.kl.score_batch(batch)
+
+    def charged(self, rollout: RolloutView) -> RolloutView:
+        """Return a rollout as its credit is computed, with a penalty in its reward if there is one."""
+        return rollout if self.kl is None else self.kl.charge(rollout)
 
     async def setup(self) -> None:
         """Connect to other models before anything is sampled; raise `BadInput` for settings that cannot work."""

@@ -18,13 +18,13 @@ from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
 from headrace.algorithms.user_function import load_class, load_function, name_of, numbers
-from headrace.config.algorithms import ALGORITHMS, INVARIANTS, AlgorithmConfig, Promises
+from headrace.config.algorithms import ALGORITHMS, INVARIANTS, AdvantageConfig, Promises
 from headrace.config.model import ModelReference
 from headrace.errors import BadInput
 
 
 @ALGORITHMS.register
-class CustomAlgoConfig(AlgorithmConfig):
+class CustomAlgoConfig(AdvantageConfig):
     """A function of the group that gives each rollout's advantage, or one per token."""
 
     CREDIT = "the return value of a function of yours"
@@ -44,7 +44,7 @@ class CustomAlgoConfig(AlgorithmConfig):
 
 
 @ALGORITHMS.register
-class ImportedAlgoConfig(AlgorithmConfig):
+class ImportedAlgoConfig(AdvantageConfig):
     """An algorithm of your own: a subclass of `headrace.algorithms.base.Algorithm`."""
 
     ON_POLICY = False  # it may be, but only the class itself can tell
@@ -80,6 +80,13 @@ class ImportedAlgoConfig(AlgorithmConfig):
                 "the class declares no model_role, so that it has no teacher",
                 key="teacher",
                 fix='Leave teacher out, or declare model_role = "teacher" in the class.',
+            )
+
+        if self.kl is not None and (component := _load(self).action_loss_type) != "rl":
+            raise BadInput(
+                f"the class trains sampled tokens with {component}, and the penalty is a part of rl",
+                key="kl",
+                fix='Leave kl out, or declare action_loss_type = "rl" in the class.',
             )
 
     @property

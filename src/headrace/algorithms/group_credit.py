@@ -24,7 +24,7 @@ from pydantic import Field
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Tally
 from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
 from headrace.algorithms.user_function import load_function, name_of, numbers
-from headrace.config.algorithms import FINAL, AlgorithmConfig, ImportConfig, Invariant, Promises
+from headrace.config.algorithms import FINAL, AdvantageConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue
 from headrace.rollout.credit import ROUNDING, Cohort, baseline, center, standardize
 
@@ -32,7 +32,7 @@ Term = Callable[[Sequence[RolloutView]], Any]
 """A bonus, one number for each rollout of the group, in units of reward."""
 
 
-class CreditTermsConfig(AlgorithmConfig):
+class CreditTermsConfig(AdvantageConfig):
     """Standardized reward, plus terms that are centered by their own means."""
 
     COMPARES = True

@@ -18,14 +18,14 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
-from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
+from headrace.config.algorithms import ALGORITHMS, FINAL, AdvantageConfig, Promises
 from headrace.rollout.credit import baseline, center
 
 log = logging.getLogger(__name__)
 
 
 @ALGORITHMS.register
-class HierarchicalGrpoConfig(AlgorithmConfig):
+class HierarchicalGrpoConfig(AdvantageConfig):
     """Reward minus the mean of the peers: rollouts of the same agent, in the group or in the episode."""
 
     CREDIT = "`r_i - mean(r of its peers)`: the same agent, in the group or in the episode"

@@ -14,12 +14,12 @@ from typing import Literal
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
-from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
+from headrace.config.algorithms import ALGORITHMS, FINAL, AdvantageConfig, Promises
 from headrace.rollout.credit import baseline, max_rl
 
 
 @ALGORITHMS.register
-class MaxRlConfig(AlgorithmConfig):
+class MaxRlConfig(AdvantageConfig):
     """Reward minus the group's mean, over the mean."""
 
     CREDIT = "`(r_i - mean(r)) / mean(r)`; 0 where the mean is not positive (arXiv 2602.02710)"

@@ -18,11 +18,11 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, assign
-from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
+from headrace.config.algorithms import ALGORITHMS, FINAL, AdvantageConfig, Promises
 
 
 @ALGORITHMS.register
-class RaeConfig(AlgorithmConfig):
+class RaeConfig(AdvantageConfig):
     """Reward minus a running average of what this agent has earned so far."""
 
     CREDIT = "`r_i - b`, where `b` is a running average of what its agent has earned (arXiv 2506.24119)"

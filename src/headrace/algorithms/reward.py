@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView
-from headrace.config.algorithms import ALGORITHMS, FINAL, AlgorithmConfig, Promises
+from headrace.config.algorithms import ALGORITHMS, FINAL, AdvantageConfig, Promises
 
 
 @ALGORITHMS.register
-class RewardAlgoConfig(AlgorithmConfig):
+class RewardAlgoConfig(AdvantageConfig):
     """The reward itself."""
 
     CREDIT = "`r_i`: REINFORCE without a baseline"

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config, as_table, merge_names, rename_key
 from headrace.config.model import FrozenModelConfig, ModelReference
 from headrace.config.registry import Alternative, Registry
+from headrace.config.trainer import ReferenceConfig
 from headrace.errors import InvalidValue
 
 ALGORITHMS: Registry[AlgorithmConfig] = Registry("algorithm", default="grpo")
@@ -58,6 +59,81 @@ class ImportConfig(Config):
     @classmethod
     def _read_text_as_path(cls, given: Any) -> Any:
         return as_table(given, "import_path")
+
+
+class PastPolicyConfig(Config):
+    """The policy some steps ago."""
+
+    every: int = Field(ge=1)
+    """Take the current policy after each step that this divides; until the first one, it is the start of the run."""
+
+
+def _kl_reference(given: Any) -> Any:
+    if isinstance(given, str) and given != "start":
+        raise InvalidValue(
+            'a text other than "start" does not say where the model is served',
+            value=given,
+            fix=f'Write "start", {{ every = 50 }}, or {{ name = "{given}", base_url = "http://host:port/v1" }}.',
+        )
+    return given
+
+
+def _kl_reference_tag(given: Any) -> str:
+    if isinstance(given, str):
+        return "start"
+    return "past" if isinstance(given, PastPolicyConfig) or (isinstance(given, dict) and "every" in given) else "frozen"
+
+
+KlReference = Annotated[
+    Annotated[Literal["start"], Tag("start")]
+    | Annotated[PastPolicyConfig, Tag("past")]
+    | Annotated[FrozenModelConfig, Tag("frozen")],
+    Discriminator(_kl_reference_tag),
+    BeforeValidator(_kl_reference),
+]
+"""The policy at the start of the run, the policy some steps ago, or a frozen model on a server."""
+
+
+class KlConfig(Config):
+    """A penalty for the distance between the policy and a reference policy, estimated from the sampled tokens.
+
+    With d = ref - t, the difference of a token's logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
+    """
+
+    coef: float = Field(ge=0)
+    """Its weight; 0 is the same as no penalty."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated: k1 and k3 without bias, k2 and k3 never negative."""
+    place: Literal["loss", "reward"] = "loss"
+    """`loss`: a term of each trained token's loss, with the policy in training. `reward`: the sum over a rollout's
+    sampled tokens, at the policy that sampled them, lowers its reward before rollouts are compared."""
+    reference: KlReference = "start"
+    """The policy at the `start` of the run, which the trainer keeps; `{ every = N }`: the policy after the last step
+    that N divides; or a frozen model on a server."""
+
+    @property
+    def kept_by_trainer(self) -> ReferenceConfig | None:
+        """The policy of the run's own past that scores its tokens; None: a frozen model does, or nothing."""
+        if self.coef == 0 or isinstance(self.reference, FrozenModelConfig):
+            return None
+        return ReferenceConfig(every=None if self.reference == "start" else self.reference.every)
+
+    def problems(self) -> Iterator[InvalidValue]:
+        if self.estimator == "k1" and self.place == "loss":
+            yield self.invalid(
+                "estimator",
+                "the expected gradient of k1 in the loss is 0 on the policy's own samples: it would only add noise",
+                'Set estimator to "k3" or "k2", or place = "reward".',
+            )
+        if self.place == "reward" and not isinstance(self.reference, FrozenModelConfig):
+            yield InvalidValue(
+                'place = "reward" needs the reference\'s logprobs before rollouts are compared, and the weights of '
+                "the run's own past are in the trainer",
+                key="reference",
+                value="start" if self.reference == "start" else self.reference.model_dump(),
+                fix='Serve the model with `headrace serve`, and set reference = { name = "...", base_url = "..." }; or '
+                'set place = "loss".',
+            )
 
 
 class AlgorithmConfig(Alternative):
@@ -139,6 +215,13 @@ class AlgorithmConfig(Alternative):
                 value=source.name,
                 fix='Set sampling.source = "policy", or type = "sft" to learn what another model writes.',
             )
+
+
+class AdvantageConfig(AlgorithmConfig):
+    """An algorithm that gives advantages, for the rl loss."""
+
+    kl: KlConfig | None = None
+    """A penalty for the distance to a reference policy; unset: none."""
 
 
 def hinted_length(seq_len: int) -> int:

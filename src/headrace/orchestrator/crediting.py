@@ -12,6 +12,7 @@ from renderers.base import Renderer
 from renderers.default import DefaultRenderer
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext
+from headrace.algorithms.kl import make_algorithm
 from headrace.algorithms.user_function import name_of
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.model import FrozenModelConfig
@@ -98,7 +99,7 @@ async def set_up_algorithms(
     algorithms = {}
     for env in config.train.env:
         algo = config.algo_of(env)
-        algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
+        algorithm = make_algorithm(algo, MakeContext(config.seq_len, frozen_model))
         check_algorithm(env.name, algo, algorithm, renderer)
         temperature = config.train_temperature(env)
         host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)

@@ -21,10 +21,12 @@ from types import MappingProxyType
 import msgspec
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
+from headrace.algorithms.teacher import NO_REFERENCE
 from headrace.algorithms.user_function import name_of
 from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.errors import Failure
+from headrace.inference.client.reference import ReferenceFailed
 from headrace.orchestrator.batch_metrics import epoch_metrics
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
@@ -162,7 +164,10 @@ class TrainProcessing:
         if rollout.turns and not rollout.stop_reason:
             rollout.stop_reason = rollout.turns[-1].finish_reason
         if rollout.trainable:
-            await self._algorithms[rollout.env].score_rollout(RolloutView(rollout, task))
+            try:
+                await self._algorithms[rollout.env].credit_rollout(RolloutView(rollout, task))
+            except ReferenceFailed as failure:
+                rollout.error = RolloutError(NO_REFERENCE, str(failure))
 
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
         """Process a complete group: drop errors, credit the others among themselves, apply gate and filters."""
@@ -201,14 +206,14 @@ class TrainProcessing:
     async def _credit(self, task: Task, rollouts: list[Rollout], scored: ScoredGroup) -> None:
         algorithm = self._algorithms[task.env]
         views = [RolloutView(rollout, task) for rollout in rollouts]
-        scored.credited = [(rollout.agent, rollout.reward) for rollout in rollouts]
+        scored.credited = [(view.agent, algorithm.charged(view).reward) for view in views]
         for rollout in rollouts:
             rollout.credited = len(rollouts)
         if not algorithm.keeps_state():
-            await algorithm.score_group(views)
+            await algorithm.credit_group(views)
             return
         async with self._locks[task.env]:  # the state after this group must not include half of another
-            await algorithm.score_group(views)
+            await algorithm.credit_group(views)
             scored.state = AlgorithmState(name_of(type(algorithm)), msgspec.json.encode(algorithm.state()))
 
     async def process_batch(self, batch: TrainBatch) -> None:
@@ -224,7 +229,7 @@ class TrainProcessing:
                 await asyncio.sleep(0)  # a large batch must not block the event loop
             for survivor in survivors:
                 by_env.setdefault(survivor.rollout.env, []).append(survivor)
-            await asyncio.gather(*[self._algorithms[env].score_batch(views) for env, views in by_env.items()])
+            await asyncio.gather(*[self._algorithms[env].credit_batch(views) for env, views in by_env.items()])
         except Exception as error:
             raise AlgorithmFailed(
                 f"an algorithm or a filter failed on a batch of {', '.join(by_env) or 'the run'}: "

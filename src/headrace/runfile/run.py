@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from headrace.config.algorithms import hinted_length
+from headrace.config.algorithms import KlConfig, hinted_length
 from headrace.config.base import Config, Origins, Tree, sections_at
 from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.config.trainer import TrainerConfig
+from headrace.config.trainer import ReferenceConfig, TrainerConfig
 from headrace.errors import InvalidValue, shown_value
 from headrace.runfile.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
 from headrace.runfile.reading import value_at
@@ -143,6 +143,26 @@ class RunConfig(Config):
         if self.orchestrator.client.base_url and weights.transport == "auto":
             trainer = self.trainer.model_copy(update={"weights": weights.model_copy(update={"transport": "files"})})
             object.__setattr__(self, "trainer", trainer)
+        return self
+
+    @model_validator(mode="after")
+    def _trainer_keeps_reference(self) -> RunConfig:
+        """Have the trainer keep the weights that algorithms with a KL penalty refer to; it has one copy."""
+        needed: ReferenceConfig | None = None
+        for env in self.orchestrator.train.env:
+            kl: KlConfig | None = getattr(self.orchestrator.algo_of(env), "kl", None)
+            own = None if kl is None else kl.kept_by_trainer
+            if own is not None and needed is not None and own != needed:
+                raise InvalidValue(
+                    f"the trainer keeps one reference, and the kl of {env.name!r} refers to another than that of an "
+                    "environment before it",
+                    key="orchestrator.train.env",
+                    value=env.name,
+                    fix="Give both the same kl.reference, or serve one as a frozen model.",
+                )
+            needed = own or needed
+        if needed is not None and needed != self.trainer.reference:
+            object.__setattr__(self, "trainer", self.trainer.model_copy(update={"reference": needed}))
         return self
 
     def _longest_request(self) -> int:

@@ -47,7 +47,8 @@ from tests.environments.hackable.files import load_tree, run_of, small
         ({"trainer": {"batch_size": 12}}, "trainer.batch_size", "8"),
         ({"trainer": {"batch_size": 8, "per_device_train_batch_size": 16}}, "trainer.batch_size", ""),
         ({"trainer": {"fp16": True}}, "trainer.fp16", "trainer.bf16"),
-        ({"trainer": {"beta": 0.04}}, "trainer.beta", "trainer.loss.kl_tau"),
+        ({"trainer": {"beta": -0.04}}, "trainer.beta", ""),
+        ({"trainer": {"beta": 0.1}, "orchestrator": {"algo": {"kl": {"coef": 0.2}}}}, "trainer.beta", ""),
         ({"trainer": {"report_to": "mlflow"}}, "trainer.report_to", "wandb"),
         ({"trainer": {"run_name": "a"}, "storage": {"run_name": "b"}}, "trainer.run_name", ""),
         ({"trainer": {"num_generations": 2}, "generation": {"num_generations": 4}}, "trainer.num_generations", ""),
@@ -71,8 +72,8 @@ def test_every_problem_names_the_key_that_was_written(changes: dict[str, Any], k
 
 def test_a_problem_of_the_command_line_is_named_as_its_option(tmp_path: Path):
     with pytest.raises(ConfigError) as refused:
-        run_of(tmp_path, "--trainer.beta", "0.04")
-    assert (refused.value.key, refused.value.file) == ("--trainer.beta", None)
+        run_of(tmp_path, "--trainer.optim", "lion")
+    assert (refused.value.key, refused.value.file) == ("--trainer.optim", None)
 
 
 @pytest.mark.parametrize("token", ["hf_" + "abcdEFGH1234" * 3, "0123456789abcdef" * 3, "not a name"])
@@ -85,10 +86,10 @@ def test_a_token_in_the_file_is_refused_and_not_repeated(token: str, tmp_path: P
 
 def test_several_problems_are_reported_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as refused:
-        run_of(tmp_path, objective={"name": "x"}, trainer={"optim": "y", "beta": 1}, data={"provider": "z"})
+        run_of(tmp_path, objective={"name": "x"}, trainer={"optim": "y", "fp16": True}, data={"provider": "z"})
     assert [error.key for error in refused.value.problems] == [
         "data.provider",
         "objective.name",
         "trainer.optim",
-        "trainer.beta",
+        "trainer.fp16",
     ]

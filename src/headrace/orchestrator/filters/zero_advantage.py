@@ -10,7 +10,7 @@ import numpy as np
 from headrace.config.orchestrator import FILTERS, FilterConfig
 from headrace.rollout.types import Rollout
 
-_OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights")
+_OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights", "k2_weights", "k3_weights")
 
 
 @FILTERS.register

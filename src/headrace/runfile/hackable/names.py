@@ -86,6 +86,7 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("trainer.lr_scheduler_type", "trainer.lr_scheduler", "trainer.scheduler.type"),
     ("trainer.bf16", "model.dtype", "model.torch_dtype"),
     ("trainer.gradient_checkpointing", "trainer.activation_checkpointing"),
+    ("trainer.beta", "orchestrator.algo.kl.coef"),
     ("trainer.epsilon", "trainer.loss.eps_low"),
     ("trainer.epsilon_high", "trainer.loss.eps_high"),
     ("trainer.use_vllm", "inference.engine"),
@@ -177,7 +178,7 @@ def translate_trainer(
             result.set(path, value, f"trainer.{name}")
     _optimizer(config, result, problems, notices)
     _scheduler(config, result, max_steps, problems)
-    _loss(config, result, problems)
+    _loss(config, result)
     if config.fp16:
         fix = "Set trainer.bf16, or leave both out."
         problems.append(BadInput("training in float16 is not supported", key="trainer.fp16", value=True, fix=fix))
@@ -240,11 +241,9 @@ def _scheduler(config: NamedTrainerConfig, result: Translated, max_steps: int | 
             problems.append(BadInput("unknown key", key=key, value=value, fix=fix))
 
 
-def _loss(config: NamedTrainerConfig, result: Translated, problems: list[BadInput]) -> None:
-    if config.beta:
-        fix = "Set 0; trainer.loss.kl_tau weighs how far a step may move from the policy that sampled."
-        fact = "there is no penalty for the distance to the initial model"
-        problems.append(BadInput(fact, key="trainer.beta", value=config.beta, fix=fix))
+def _loss(config: NamedTrainerConfig, result: Translated) -> None:
+    if config.beta is not None:
+        result.set("orchestrator.algo.kl.coef", config.beta, "trainer.beta")
     high = "epsilon" if config.epsilon_high is None else "epsilon_high"
     for name, source in (("eps_low", "epsilon"), ("eps_high", high)):
         if (value := getattr(config, source)) is not None:
@@ -264,7 +263,7 @@ def trackers(config: NamedTrainerConfig, problems: list[BadInput]) -> dict[str, 
 
 def contradictions(result: Translated, explicit: Tree) -> list[BadInput]:
     """Return an error for each key that is set under both of its names, with different values."""
-    both = leaves({"trainer": explicit.get("trainer", {}), "model": explicit.get("model", {})})
+    both = leaves({section: explicit.get(section, {}) for section in ("trainer", "model", "orchestrator")})
     mine = leaves(result.tree)
     return [
         BadInput(

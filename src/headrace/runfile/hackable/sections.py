@@ -218,8 +218,8 @@ class NamedTrainerConfig(Config):
     """`trainer.loss.eps_low` of type `ppo_clip`, and `eps_high`, unless `epsilon_high` is set."""
     epsilon_high: float | None = Field(None, ge=0)
     """`trainer.loss.eps_high` of type `ppo_clip`."""
-    beta: float | None = None
-    """Only 0: there is no KL penalty to the initial model; see `trainer.loss.kl_tau` for one to the sampling policy."""
+    beta: float | None = Field(None, ge=0)
+    """`orchestrator.algo.kl.coef`: the weight of the KL penalty to the initial model, estimated by k3."""
     use_vllm: bool | None = None
     """`inference.engine`: true is `vllm`."""
 

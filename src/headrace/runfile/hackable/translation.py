@@ -337,7 +337,8 @@ class _Translation:
         if self.given.data.ratio is not None:
             env["ratio"] = self.given.data.ratio
         if self._algorithm != "grpo" and not section.keys() & {"algo", "advantage"}:
-            env["algo"] = self._algorithm
+            beta = self.given.trainer.beta
+            env["algo"] = {"type": self._algorithm, **({} if beta is None else {"kl": {"coef": beta}})}
         return env
 
     def _eval(self, data: DataConfig, given: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:

@@ -19,7 +19,7 @@ from headrace.tools.check_algorithm.runner import CaseResult, Streams
 
 ROUNDING = 1e-5
 """Relative and absolute tolerance: streams are float32."""
-ZERO_ON_PROMPTS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights")
+ZERO_ON_PROMPTS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "k2_weights", "k3_weights")
 Kind = Literal["holds", "fails", "does not apply", "noted"]
 COLOURS: dict[Kind, str] = {"holds": "green", "fails": "red", "does not apply": "dim", "noted": "cyan"}
 

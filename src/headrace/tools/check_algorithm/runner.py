@@ -20,6 +20,7 @@ import headrace
 from headrace import imports
 from headrace.algorithms.base import Algorithm, Host, MakeContext, RolloutView, Survivor
 from headrace.algorithms.custom import CustomAlgoConfig
+from headrace.algorithms.kl import make_algorithm
 from headrace.config.algorithms import AlgorithmConfig, Promises
 from headrace.environments.fault import fault_of, user_code_location
 from headrace.errors import BadInput
@@ -119,9 +120,9 @@ class Session:
         views = [RolloutView(rollout, result.credited.task) for rollout in result.credited.rollouts]
         async with self._hook("score_rollout", case):
             for view in views:
-                await self.algorithm.score_rollout(view)
+                await self.algorithm.credit_rollout(view)
         async with self._hook("score_group", case):
-            await self.algorithm.score_group(views)
+            await self.algorithm.credit_group(views)
         result.after_group = result.streams
         return result
 
@@ -137,7 +138,7 @@ class Session:
         """Call `score_batch`, then route the sampled tokens of the rollouts that were not dropped to their loss."""
         survivors = [[Survivor(rollout, r.credited.task) for rollout in r.credited.rollouts] for r in batch]
         async with self._hook("score_batch", batch[0].case if len(batch) == 1 else None):
-            await self.algorithm.score_batch([survivor for group in survivors for survivor in group])
+            await self.algorithm.credit_batch([survivor for group in survivors for survivor in group])
         for result, group in zip(batch, survivors, strict=True):
             result.after_batch = result.streams
             result.drops = [survivor.drop_reason for survivor in group]
@@ -265,7 +266,10 @@ class AlgorithmRunner(msgspec.Struct):
 
 def make_factory(config: AlgorithmConfig) -> AlgorithmFactory:
     def make(model: Reference) -> Algorithm:
-        return cast(Algorithm, config.make(MakeContext(SEQ_LEN, lambda _: model)))
+        algorithm = make_algorithm(config, MakeContext(SEQ_LEN, lambda _: model))
+        if algorithm.kl is not None and algorithm.kl.in_reward:  # credit is the same function of what it leaves
+            algorithm.kl = None
+        return algorithm
 
     folders = []
     for import_path in dict.fromkeys(_import_paths(config.model_dump())):

@@ -94,10 +94,10 @@ async def _credit(
     first = views[0].rollout
     try:
         for view in views:
-            await algorithm.score_rollout(view)
+            await algorithm.credit_rollout(view)
         if first.draw_id in states:
             algorithm.load_state(states[first.draw_id])
-        await algorithm.score_group(views)
+        await algorithm.credit_group(views)
         if penalty is not None:
             _add_penalty(views, penalty, algorithm)
     except Failure:
@@ -123,7 +123,7 @@ async def _ship(survivors: Sequence[tuple[Rescored, Survivor]], algorithm: Algor
     if not survivors:
         return
     try:
-        await algorithm.score_batch([survivor for _, survivor in survivors])
+        await algorithm.credit_batch([survivor for _, survivor in survivors])
     except Failure:
         raise
     except Exception as error:

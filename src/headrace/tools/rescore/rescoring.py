@@ -21,6 +21,7 @@ import numpy as np
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext
+from headrace.algorithms.kl import make_algorithm
 from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
@@ -192,7 +193,7 @@ async def _open(
     """Make and set up the algorithm of an environment; it is closed with the stack."""
     assert config.seq_len is not None
     algo = config.algo_of(entry)
-    algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
+    algorithm = make_algorithm(algo, MakeContext(config.seq_len, frozen_model))
     await algorithm.start(cast(Host, _Host(config, entry)))
     stack.push_async_callback(algorithm.stop)
     states: Mapping[int, Any] = {}

@@ -1,0 +1,109 @@
+"""The penalty for the distance between the policy and a reference policy, estimated from the sampled tokens.
+
+    k1 = t - ref        k2 = (t - ref)^2 / 2        k3 = exp(ref - t) - (ref - t) - 1
+
+place = "loss": `coef` is the weight of each sampled token in the loss k2 or k3, in which t is the logprob of the policy
+in training. A frozen model scores the samples of a batch here; the trainer keeps the policies of the run's own past.
+
+place = "reward": coef * (the sum of k over the sampled tokens) is subtracted from the reward before rollouts are
+compared, so baselines contain it; t is the logprob of sampling. Rewards in metrics and files stay without it.
+
+Left out on purpose: importance ratios of k2 and k3, and a coefficient that adapts to a target distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headrace.algorithms.base import Algorithm, Host, MakeContext, RolloutView, Survivor
+from headrace.algorithms.teacher import NO_REFERENCE, Scorer
+from headrace.config.algorithms import AlgorithmConfig, KlConfig
+from headrace.config.model import FrozenModelConfig
+from headrace.inference.client.reference import Reference, ReferenceFailed
+from headrace.rollout.types import Rollout, Sample
+
+METRIC = "reference_kl"
+"""The metric of a rollout: its estimated distance, summed over its sampled tokens."""
+
+
+def make_algorithm(config: AlgorithmConfig, context: MakeContext) -> Algorithm:
+    """Construct an algorithm with its penalty, if any; it still needs `start`."""
+    algorithm: Algorithm = config.make(context)
+    kl: KlConfig | None = getattr(config, "kl", None)
+    if kl is not None and kl.coef > 0:
+        frozen = kl.reference if isinstance(kl.reference, FrozenModelConfig) else None
+        algorithm.kl = KlPenalty(kl, None if frozen is None else context.connect(frozen))
+    return algorithm
+
+
+class KlPenalty:
+    def __init__(self, config: KlConfig, reference: Reference | None) -> None:
+        """`reference` None: the trainer has it."""
+        self._config = config
+        self.in_reward = config.place == "reward"
+        self._reference = reference
+        self._scorer = None if reference is None else Scorer(reference)
+
+    async def start(self, host: Host) -> None:
+        """Raise `BadInput` if the reference cannot score samples."""
+        if self._reference is not None:
+            await self._reference.check(host.tokenizer, host.seq_len, host.temperature)
+
+    async def stop(self) -> None:
+        if self._reference is not None:
+            await self._reference.close()
+
+    async def measure(self, rollout: Rollout) -> None:
+        """Set the metric of a new rollout, if its reward is charged. Raises `ReferenceFailed`."""
+        if self.in_reward:
+            scores = await self._score(rollout.samples)
+            distances = [
+                estimate(self._config.estimator, sample.logprobs[sample.mask], logprobs[sample.mask]).sum()
+                for sample, logprobs in zip(rollout.samples, scores, strict=True)
+            ]
+            rollout.metrics[METRIC] = float(sum(distances))
+
+    def charge(self, view: RolloutView) -> RolloutView:
+        """Return the view that credit is computed from, with the penalty in its reward; samples are shared."""
+        if not self.in_reward:
+            return view
+        reward = view.reward - self._config.coef * view.rollout.metrics[METRIC]
+        return RolloutView(msgspec.structs.replace(view.rollout, reward=reward), view.task)
+
+    def weigh(self, group: Sequence[RolloutView]) -> None:
+        """Give every sampled token its weight in the loss; the trainer ignores those outside the rl loss."""
+        if not self.in_reward:
+            for sample in (sample for view in group for sample in view.samples):
+                sample.set_stream(f"{self._config.estimator}_weights", sample.mask * self._config.coef)
+
+    async def score_batch(self, batch: Sequence[Survivor]) -> None:
+        """Set the logprobs of a frozen reference; a rollout that lacks any is dropped."""
+        if self._scorer is None or self.in_reward:
+            return
+        kept = [survivor for survivor in batch if not survivor.drop_reason]
+        pairs = [(survivor, sample) for survivor in kept for sample in survivor.samples]
+        outcomes = await self._scorer.score([([], sample) for _, sample in pairs])
+        for (survivor, sample), outcome in zip(pairs, outcomes, strict=True):
+            if isinstance(outcome, ReferenceFailed):
+                survivor.drop(NO_REFERENCE, str(outcome))
+            else:
+                sample.set_stream("kl_logprobs", outcome)
+
+    async def _score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        assert self._scorer is not None, "a penalty in the reward has a frozen reference"
+        scores = []
+        for outcome in await self._scorer.score([([], sample) for sample in samples]):
+            if isinstance(outcome, ReferenceFailed):
+                raise outcome
+            scores.append(outcome)
+        return scores
+
+
+def estimate(estimator: str, logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return the estimate of each token, float64."""
+    gap = reference.astype(np.float64) - logprobs
+    estimates: dict[str, np.ndarray] = {"k1": -gap, "k2": gap**2 / 2, "k3": np.expm1(gap) - gap}
+    return estimates[estimator]
