@@ -15,6 +15,7 @@ from tests.algorithms.teachers import (
     MODEL,
     Teacher,
     hint_ids,
+    host_of,
     opsd_of,
     pretended_logprobs,
     rollout_of,
@@ -44,7 +45,7 @@ async def test_the_sample_is_scored_verbatim_after_the_demonstration_in_its_temp
         assert (asked, temperature) == ([*hint, *sample.token_ids], 0.5)
         expected = pretended_logprobs(asked, 0.5)[len(hint) :].astype(np.float32)
         assert sample.streams["ref_logprobs"].tolist() == expected.tolist()
-    assert algorithm.tally.take() == {"prefills": 2, "failures": 0}
+    assert algorithm.tally.take() == {"prefills": 2, "failures": 0, "hints_apart": 2}  # prompts of one made-up token
 
 
 async def test_any_number_of_turns_is_one_sequence():
@@ -146,7 +147,7 @@ async def test_a_failing_teacher_drops_what_it_did_not_score():
     batch = survivors([rollout_of([1]), rollout_of([66])], task_of(demonstration="so"))
     await algorithm.score_batch(batch)
     assert [view.drop_reason for view in batch] == ["", "no_reference"]
-    assert algorithm.tally.take() == {"prefills": 1, "failures": 1}
+    assert algorithm.tally.take() == {"prefills": 1, "failures": 1, "hints_apart": 1}
 
 
 def test_a_template_without_a_place_for_the_demonstration_is_refused():
@@ -158,23 +159,20 @@ def test_the_default_template_has_one_place():
     assert opsd.TEMPLATE.count(opsd.PLACEHOLDER) == 1
 
 
-class CountingRenderer:
-    """Renders with the model's own renderer, and remembers in which thread."""
+async def test_each_prompt_is_rendered_once_with_each_text_and_long_ones_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+    threads: list[int] = []
+    render_ids = MODEL.renderer.render_ids
 
-    def __init__(self) -> None:
-        self.threads: list[int] = []
+    def counting(*args: Any, **options: Any) -> list[int]:
+        threads.append(threading.get_ident())
+        return list(render_ids(*args, **options))
 
-    def render_ids(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
-        self.threads.append(threading.get_ident())
-        return list(MODEL.renderer.render_ids(messages, add_generation_prompt=add_generation_prompt))
-
-
-async def test_each_text_is_rendered_once_and_long_ones_in_a_thread():
-    renderer = CountingRenderer()
-    hints = Hints(renderer, "See {it}", "{it}")  # type: ignore[arg-type]
-    assert await hints.of("this") is await hints.of("this")
-    assert await hints.of("this") == hint_ids("See this")
-    assert renderer.threads == [threading.get_ident()]
+    monkeypatch.setattr(MODEL.renderer, "render_ids", counting)
+    hints, rollout = Hints(host_of(Teacher()), "See {it}", "{it}"), rollout_of([1])
+    [sample] = rollout.samples
+    assert await hints.prompt(rollout, sample, "this") is await hints.prompt(rollout, sample, "this")
+    assert await hints.prompt(rollout, sample, "this") == [*hint_ids("See this"), 100]
+    assert threads == [threading.get_ident()]
     long = "x" * MAX_INLINE_CHARS
-    assert await hints.of(long) == hint_ids(f"See {long}")
-    assert renderer.threads[1] != threading.get_ident()
+    assert await hints.prompt(rollout, sample, long) == [*hint_ids(f"See {long}"), 100]
+    assert threads[1] != threading.get_ident()

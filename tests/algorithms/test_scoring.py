@@ -25,7 +25,7 @@ def sample_of(length: int, first: int = 1, temperature: float = 1.0) -> Sample:
 
 
 def jobs_of(*lengths: int) -> list[Job]:
-    return [([], sample_of(length, first)) for first, length in enumerate(lengths)]
+    return [([first], sample_of(length, first)) for first, length in enumerate(lengths)]
 
 
 def failed(outcomes: Sequence[object]) -> list[bool]:
@@ -51,12 +51,13 @@ class Gated(Teacher):
 
 
 async def test_each_job_gets_the_scores_of_its_own_tokens_in_the_order_asked():
-    jobs = [([9] * hint, sample_of(length, hint, 0.7)) for hint, length in ((0, 5), (7, 2), (3, 9), (1, 1))]
+    jobs = [([9] * prompt, sample_of(length, prompt, 0.7)) for prompt, length in ((0, 5), (7, 2), (3, 9), (1, 1))]
     outcomes = await Scorer(Teacher()).score(jobs)
-    for (hint, sample), scores in zip(jobs, outcomes, strict=True):
+    for (prompt, sample), scores in zip(jobs, outcomes, strict=True):
         assert isinstance(scores, np.ndarray) and scores.dtype == np.float64
-        whole = pretended_logprobs([*hint, *sample.token_ids], 0.7)
-        assert scores.tolist() == whole[len(hint) :].tolist()
+        completion = sample.token_ids[sample.prompt_length :].tolist()
+        whole = pretended_logprobs([*prompt, *completion], 0.7)
+        assert scores[sample.prompt_length :].tolist() == whole[len(prompt) :].tolist()
         assert len(scores) == len(sample)
 
 

@@ -70,4 +70,4 @@ class GrpoDistill(TaughtAlgorithm):
                 sample.set_stream("ref_kl_weights", sample.mask * self._ref_kl_weight)
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        await self.distil(batch, [[] for _ in batch])
+        await self.distil(batch)

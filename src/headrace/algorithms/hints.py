@@ -1,4 +1,16 @@
-"""Hints: texts in a template, rendered as one user message that stands before a scored sample.
+"""Hints: texts in a template, which a teacher reads in the conversation of the sample that it scores.
+
+    system messages, hint, the other messages of the sample's first prompt    rendered once, as the policy would see it
+    completions and observations of the sample                                its own tokens
+
+The hint is a message by the user; where the chat format requires that roles alternate, it is put at the beginning of
+the user's first message. So a template writes its BOS, its default system prompt and the system message once, and in
+their places.
+
+A rollout has messages and no tools. Rendering without tools shows what the hint changes, from its first token to the
+end of the prompt, and this is put into the tokens that the prompt has. Where the rollout's messages do not render to
+the end of the prompt, the conversation from the user's last message on is tried; else the hint stands before the prompt
+as a conversation of its own, and is counted.
 
 A hint may be the response of a sibling. Which one depends on the contents of the batch, not on the order of arrival.
 """
@@ -8,45 +20,111 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
-from headrace.rollout.types import Message, Rollout
+from headrace.rollout.types import Message, Rollout, Sample
 
 if TYPE_CHECKING:
-    from renderers.base import Renderer
+    from headrace.algorithms.base import Host
 
 MAX_INLINE_CHARS = 20_000
 """Texts up to this length are rendered on the event loop; longer ones in a thread."""
 
 
 class Hints:
-    """Renders the hints of one batch, each text once."""
+    """Renders prompts with hints for one batch, each prompt with each text once."""
 
-    def __init__(self, renderer: Renderer, template: str, placeholder: str) -> None:
-        self._renderer = renderer
+    def __init__(self, host: Host, template: str, placeholder: str) -> None:
+        from headrace.text.prompt import PromptRenderer  # slow to import, and commands import all algorithms
+
+        self._renderer, self._prompts = host.renderer, PromptRenderer(host.renderer)
+        self._bos = host.tokenizer.bos_token_id
         self._template = template
         self._placeholder = placeholder
-        self._rendered: dict[str, list[int]] = {}
+        self._made: dict[tuple[str, bytes], list[int]] = {}
+        self.apart = 0
+        """Prompts whose hint stands before them as a conversation of its own."""
 
-    async def of(self, text: str) -> list[int]:
-        """Return the tokens of the template with this text in it; empty where that is empty."""
-        if text not in self._rendered:
-            # Not str.format: the text may contain braces.
-            self._rendered[text] = await self._render(self._template.replace(self._placeholder, text))
-        return self._rendered[text]
-
-    async def _render(self, content: str) -> list[int]:
+    async def prompt(self, rollout: Rollout, sample: Sample, text: str) -> list[int]:
+        """Return the tokens of the sample's first prompt with this text in it; as it is if the hint is empty."""
+        content = self._template.replace(self._placeholder, text)  # not str.format: the text may contain braces
+        own = sample.token_ids[: sample.prompt_length]
         if not content:
-            return []
+            return list(own.tolist())
+        if (key := (content, own.tobytes())) not in self._made:
+            if len(content) + sum(map(len, map(message_text, rollout.messages))) > MAX_INLINE_CHARS:
+                self._made[key] = await asyncio.to_thread(self._make, rollout, own, content)
+            else:
+                await asyncio.sleep(0)  # yield to the event loop between many short texts
+                self._made[key] = self._make(rollout, own, content)
+        return self._made[key]
+
+    def _make(self, rollout: Rollout, own: np.ndarray, content: str) -> list[int]:
+        ids: list[int] = own.tolist()
+        for messages in _conversations(rollout, own):
+            plain, hinted = self._render(messages), self._render(self._put(content, messages))
+            if plain is not None and hinted is not None:
+                same = next((n for n, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), 0)
+                start = len(ids) - (len(plain) - same)
+                if start >= 0 and ids[start:] == plain[same:]:
+                    return ids[:start] + hinted[same:]
+        self.apart += 1
         message: list[Any] = [{"role": "user", "content": content}]
-        if len(content) > MAX_INLINE_CHARS:
-            return list(await asyncio.to_thread(self._renderer.render_ids, message, add_generation_prompt=False))
-        await asyncio.sleep(0)  # yield to the event loop between many short texts
-        return list(self._renderer.render_ids(message, add_generation_prompt=False))
+        alone: list[int] = list(self._renderer.render_ids(message, add_generation_prompt=False))
+        return alone + (ids[1:] if ids[:1] == alone[:1] == [self._bos] else ids)
+
+    def _put(self, content: str, messages: Sequence[Message]) -> list[Message]:
+        first = next((n for n, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))
+        system, others = messages[:first], messages[first:]
+        if self._takes_two_in_a_row or not others or others[0].get("role") != "user":
+            return [*system, {"role": "user", "content": content}, *others]
+        return [*system, {**others[0], "content": _joined(content, others[0].get("content"))}, *others[1:]]
+
+    @cached_property
+    def _takes_two_in_a_row(self) -> bool:
+        """Whether the chat format accepts two messages by the user in a row."""
+        return self._render([{"role": "user", "content": "0"}] * 2) is not None
+
+    def _render(self, messages: Sequence[Message]) -> list[int] | None:
+        try:
+            return self._prompts.render(messages, ()).ids
+        except Exception:  # templates raise any type for messages they cannot render
+            return None
+
+
+def _joined(text: str, content: Any) -> Any:
+    """Return the content of a message with a text before its first text."""
+    if not isinstance(content, list):
+        return f"{text}\n\n{content}" if content else text
+    first = next((n for n, part in enumerate(content) if isinstance(part, dict) and part.get("type") == "text"), None)
+    if first is None:
+        return [{"type": "text", "text": text}, *content]
+    # In one part: some templates trim each.
+    part = {**content[first], "text": f"{text}\n\n{content[first].get('text') or ''}"}
+    return [*content[:first], part, *content[first + 1 :]]
+
+
+def _conversations(rollout: Rollout, prompt: np.ndarray) -> Iterator[list[Message]]:
+    """Yield the messages that a prompt was rendered from; then those from the user's last one on.
+
+    Environments may keep the messages of several conversations end to end, or only those of the last.
+    """
+    turns = [np.array_equal(turn.prompt_ids, prompt) for turn in rollout.turns]
+    own = [index for index, message in enumerate(rollout.messages) if message.get("role") == "assistant"][-len(turns) :]
+    if True not in turns or (place := turns.index(True) - len(turns) + len(own)) < 0:
+        return
+    before = rollout.messages[: own[place]]
+    if before:
+        yield before
+    users = [index for index, message in enumerate(before) if message.get("role") == "user"]
+    if users and users[-1]:
+        yield before[users[-1] :]
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

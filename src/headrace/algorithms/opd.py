@@ -33,4 +33,4 @@ class Opd(TaughtAlgorithm):
     action_loss_type = "ref_kl"
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        await self.distil(batch, [[] for _ in batch])
+        await self.distil(batch)

@@ -2,9 +2,9 @@
 
     ref_t = log p_teacher(token_t | hint, all before it)        hint = the demonstration, in a template
 
-The hint is one message by the user before the sample's own tokens. These are scored verbatim, so that any number of
-turns works. The teacher is the live policy, or a frozen model. Rewards are logged and never read. A rollout that the
-teacher did not score has nothing to learn from, and is dropped.
+The hint is in the conversation of the sample's first prompt (`headrace.algorithms.hints`). The sample's own tokens are
+scored verbatim, so that any number of turns works. The teacher is the live policy, or a frozen model. Rewards are
+logged and never read. A rollout that the teacher did not score has nothing to learn from, and is dropped.
 """
 
 from __future__ import annotations
@@ -81,9 +81,14 @@ class Opsd(TaughtAlgorithm):
             )
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        hints = Hints(self.host.renderer, self._template, PLACEHOLDER)
-        hint_tokens = [await hints.of(demonstration(survivor.task, self._demo_key)) for survivor in batch]
-        await self.distil(batch, hint_tokens)
+        hints = Hints(self.host, self._template, PLACEHOLDER)
+        prompts = [
+            await hints.prompt(survivor.rollout, sample, demonstration(survivor.task, self._demo_key))
+            for survivor in batch
+            for sample in survivor.samples
+        ]
+        self.report_apart(hints.apart)
+        await self.distil(batch, prompts)
 
 
 def demonstration(task: Task, key: str) -> str:

@@ -7,9 +7,10 @@
 
 A is the sum that `headrace.algorithms.group_credit` makes with normalize = "std": penalty and terms are centered and
 not divided. A hint is the whole response of a sibling in the batch. All hints share one template, so that what it
-changes about the style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after the
-hint. U and M are then normalized each on its own (`headrace.rollout.credit`). A rollout that has no correct or no
-incorrect sibling, or whose teacher fails, keeps its plain credit, all of it on U, and is counted.
+changes about the style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after a
+prompt with the hint in it (`headrace.algorithms.hints`). U and M are then normalized each on its own
+(`headrace.rollout.credit`). A rollout that has no correct or no incorrect sibling, or whose teacher fails, keeps its
+plain credit, all of it on U, and is counted.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Rlcsd(TaughtAlgorithm):
     async def _evidence(self, rollouts: Sequence[Rollout]) -> list[np.ndarray | None]:
         """Return `e` on the trainable tokens of each rollout; None without a contrast or where the teacher failed."""
         config = self._config
-        hints = Hints(self.host.renderer, TEMPLATE if config.template is None else config.template, PLACEHOLDER)
+        hints = Hints(self.host, TEMPLATE if config.template is None else config.template, PLACEHOLDER)
         incorrect_below = config.correct_threshold - config.min_contrast_gap
         drawn = draw_siblings(
             rollouts,
@@ -165,15 +166,20 @@ class Rlcsd(TaughtAlgorithm):
             self.host.seed,
             self._hint_filter,
         )
-        hint_tokens = [[await hints.of(response_text(sibling)) for sibling in siblings] for siblings in drawn]
-        pairs = list(zip(rollouts, hint_tokens, strict=True))
-        jobs = [(hint, sample) for rollout, chosen in pairs for hint in chosen for sample in rollout.samples]
+        pairs = list(zip(rollouts, drawn, strict=True))
+        jobs = [
+            (await hints.prompt(rollout, sample, response_text(sibling)), sample)
+            for rollout, siblings in pairs
+            for sibling in siblings
+            for sample in rollout.samples
+        ]
+        self.report_apart(hints.apart)
         outcomes = await self._scorer.score(jobs)
         scored = iter(outcomes)
         evidence: list[np.ndarray | ReferenceFailed | None] = []
-        for rollout, chosen in pairs:
+        for rollout, siblings in pairs:
             await asyncio.sleep(0)  # let rollouts arrive while a large batch is processed
-            evidence.append(_contrast(rollout, len(chosen), scored) if chosen else None)
+            evidence.append(_contrast(rollout, len(siblings), scored) if siblings else None)
         failures = [failure for failure in evidence if isinstance(failure, ReferenceFailed)]
         available = sum(map(bool, drawn))
         self.tally.mean("contrast_available", available, len(drawn))

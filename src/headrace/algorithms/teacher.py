@@ -23,7 +23,7 @@ from headrace.rollout.types import Sample
 log = logging.getLogger(__name__)
 
 Job = tuple[list[int], Sample]
-"""The tokens of a hint, possibly empty, and the sample that is scored after it."""
+"""The tokens of a prompt, and the sample whose completion is scored after it instead of after its own prompt."""
 
 NO_REFERENCE = "no_reference"
 """The drop reason of a rollout that the teacher did not score completely."""
@@ -56,9 +56,24 @@ class TaughtAlgorithm(Algorithm):
             log.warning(words, host.env, self.teacher.name, capacity, longest, self._unscored, longest)
         self._scorer = Scorer(self.teacher, self.max_concurrent)
 
-    async def distil(self, batch: Sequence[Survivor], hints: Sequence[list[int]]) -> None:
-        """Set `ref_logprobs` on every sample, scored after its rollout's hint; a rollout that lacks any is dropped."""
-        jobs = [(hint, sample) for survivor, hint in zip(batch, hints, strict=True) for sample in survivor.samples]
+    def report_apart(self, prompts: int) -> None:
+        """Count prompts whose conversation is unknown, so that hints are not in it but before it."""
+        if prompts:
+            self.tally.count("hints_apart", prompts)
+            words = (
+                "%s: %d prompts are not what the messages of their rollouts render to: their hints stand before them "
+            )
+            words += "as conversations of their own; an environment's `messages` should be those of its prompts"
+            log.warning(words, self.host.env, prompts)
+
+    async def distil(self, batch: Sequence[Survivor], prompts: Sequence[list[int]] | None = None) -> None:
+        """Set `ref_logprobs` on every sample, scored after its own prompt; a rollout that lacks any is dropped.
+
+        `prompts` replace the prompts of the batch's samples, in order.
+        """
+        samples = [sample for survivor in batch for sample in survivor.samples]
+        own = (sample.token_ids[: sample.prompt_length].tolist() for sample in samples)
+        jobs = list(zip(own if prompts is None else prompts, samples, strict=True))
         outcomes = iter(await self._scorer.score(jobs))
         failures = 0
         for survivor in batch:
@@ -81,12 +96,13 @@ class Scorer:
     async def score(self, jobs: Sequence[Job]) -> list[np.ndarray | ReferenceFailed]:
         """Return for each job one logprob per token of its sample, at the sample's temperature, or the failure.
 
+        On prompts they are those of the last tokens of the job's prompt; where that is shorter than the sample's, 0.
         After `MAX_FAILURES_IN_A_ROW` the remaining jobs fail without a request, so that a dead model costs the timeout
         of the requests in flight and not of all.
         """
         outcomes: dict[int, np.ndarray | ReferenceFailed] = {}
         # Shortest first: sequences that are too long for the model come last, after all others are scored.
-        waiting = deque(sorted(range(len(jobs)), key=lambda index: len(jobs[index][0]) + len(jobs[index][1])))
+        waiting = deque(sorted(range(len(jobs)), key=lambda n: len(jobs[n][0]) + jobs[n][1].completion_length))
         running: dict[asyncio.Task[np.ndarray | ReferenceFailed], int] = {}
         failures: list[ReferenceFailed] = []
         try:
@@ -104,8 +120,8 @@ class Scorer:
             await asyncio.gather(*running, return_exceptions=True)
         return [outcomes[index] if index in outcomes else failures[-1] for index in range(len(jobs))]
 
-    async def _score(self, hint: list[int], sample: Sample) -> np.ndarray | ReferenceFailed:
-        token_ids = hint + sample.token_ids.tolist()
+    async def _score(self, prompt: list[int], sample: Sample) -> np.ndarray | ReferenceFailed:
+        token_ids = prompt + sample.token_ids[sample.prompt_length :].tolist()
         try:
             scores = await self.reference.score(token_ids, sample.temperature)
         except ReferenceFailed as failure:
@@ -115,7 +131,8 @@ class Scorer:
                 f"{self.reference.name} gave no usable scores: {np.count_nonzero(np.isfinite(scores))} finite numbers "
                 f"for {len(token_ids)} tokens"
             )
-        return np.array(scores[len(hint) :], np.float64)
+        missing = len(sample) - len(token_ids)
+        return np.pad(np.array(scores[max(0, -missing) :], np.float64), (max(0, missing), 0))
 
 
 class DistillationConfig(AlgorithmConfig):
