@@ -101,4 +101,6 @@ async def test_the_policy_continues_tokens_as_its_engine_samples_them(tiny_model
         assert first == second and first.finish_reason in ("stop", "length")
         stopped = await policy.generate([40, 41, 42], 8, 0.7, seed=3, stop_token_ids=first.token_ids[:1])
         assert (stopped.token_ids, stopped.finish_reason) == (first.token_ids[:1], "stop")
-        assert np.isfinite(await policy.score([40, 41, 42, *first.token_ids], 0.7)).all()
+        ids = np.array([40, 41, 42, *first.token_ids], np.int32)  # as samples have them
+        assert np.isfinite(await policy.score(ids, 0.7)).all()
+        assert await policy.generate(ids[:3], 8, 0.7, seed=3, stop_token_ids=ids[3:4]) == stopped

@@ -58,7 +58,7 @@ class PolicyReference:
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
         try:
             # Before queued requests: a whole batch waits for the score.
-            scores = await self._client.score(list(token_ids), temperature, urgent=True)
+            scores = await self._client.score([int(token) for token in token_ids], temperature, urgent=True)
         except EngineCallError as error:
             raise ReferenceFailed(f"the policy did not score a sequence of {len(token_ids)} tokens: {error}") from error
         return np.array(scores.logprobs)
@@ -72,10 +72,10 @@ class PolicyReference:
         stop_token_ids: Sequence[int] = (),
     ) -> Generated:
         sampling = SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, seed=seed, stop_token_ids=list(stop_token_ids)
+            temperature=temperature, max_tokens=max_tokens, seed=seed, stop_token_ids=[int(t) for t in stop_token_ids]
         )
         try:
-            completion = await self._client.generate(list(token_ids), sampling, urgent=True)
+            completion = await self._client.generate([int(token) for token in token_ids], sampling, urgent=True)
         except EngineCallError as error:
             raise ReferenceFailed(f"the policy did not continue {len(token_ids)} tokens: {error}") from error
         return Generated(completion.token_ids, completion.finish_reason)
