@@ -207,6 +207,15 @@ async def test_a_later_conversation_of_a_rollout_gets_its_hint_before_its_own_qu
     )
 
 
+@pytest.mark.parametrize("kept", [1, 2, 3])
+async def test_an_environment_may_leave_out_replies_in_its_messages(kept: int):
+    own = prompt_of("llama", [QUESTION])
+    rollout = rollout_of(own, [QUESTION], [7, 8])
+    del rollout.messages[kept:]  # of the question, a reply, a second question and its reply
+    hint = {"role": "user", "content": "A hint: it is old."}
+    assert await hinted("llama", rollout) == (prompt_of("llama", [hint, QUESTION]), 0)
+
+
 async def test_a_hint_stands_before_a_prompt_of_unknown_messages_with_one_bos():
     own = prompt_of("llama", [QUESTION])
     rollout = rollout_of(own, [], [7, 8])

@@ -111,20 +111,23 @@ def _joined(text: str, content: Any) -> Any:
 
 
 def _conversations(rollout: Rollout, prompt: np.ndarray) -> Iterator[list[Message]]:
-    """Yield the messages that a prompt was rendered from; then those from the user's last one on.
+    """Yield the messages that a prompt may be rendered from, each time also those from the user's last one on.
 
-    Environments may keep the messages of several conversations end to end, or only those of the last.
+    First all messages before the prompt's reply, then those before any reply: environments may leave out replies, and
+    keep the messages of several conversations end to end, or only those of the last.
     """
     turns = [np.array_equal(turn.prompt_ids, prompt) for turn in rollout.turns]
-    own = [index for index, message in enumerate(rollout.messages) if message.get("role") == "assistant"][-len(turns) :]
-    if True not in turns or (place := turns.index(True) - len(turns) + len(own)) < 0:
+    if True not in turns:
         return
-    before = rollout.messages[: own[place]]
-    if before:
+    replies = [index for index, message in enumerate(rollout.messages) if message.get("role") == "assistant"]
+    own = replies[-len(turns) :]
+    place = turns.index(True) - len(turns) + len(own)
+    ends = [*([own[place]] if place >= 0 else ()), *replies[:1], len(rollout.messages)]
+    for before in [rollout.messages[:end] for end in dict.fromkeys(ends[:2]) if end]:
         yield before
-    users = [index for index, message in enumerate(before) if message.get("role") == "user"]
-    if users and users[-1]:
-        yield before[users[-1] :]
+        users = [index for index, message in enumerate(before) if message.get("role") == "user"]
+        if users and users[-1]:
+            yield before[users[-1] :]
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
