@@ -1,5 +1,7 @@
 """Environments for runs with an untrained model."""
 
+import numpy as np
+
 from headrace.environments.base import Environment
 from headrace.rollout.types import Rollout
 
@@ -34,6 +36,25 @@ class Duel(Letters):
             )
             for seat, reply in enumerate(replies)
         ]
+
+
+class SecondLetters(Environment):
+    """Write letters twice, after a system message: only the second reply trains, without its first token."""
+
+    def tasks(self):
+        return [{"word": f"word {n}", "demonstration": f"letters {n}"} for n in range(64)]
+
+    async def run(self, task, context):
+        messages = [{"role": "system", "content": "Write."}, {"role": "user", "content": task.data["word"]}]
+        first = await context.chat(messages)
+        messages += [first.message, {"role": "user", "content": "again"}]
+        second = await context.chat(messages)
+        letters = second.turn.completion_ids
+        first.turn.mask = np.zeros(len(first.turn.completion_ids), bool)
+        second.turn.mask = np.arange(len(letters)) > 0
+        share = sum(32 <= token < 127 for token in letters) / len(letters)
+        turns = [first.turn, second.turn]
+        return [Rollout(rewards={"printable": share}, messages=[*messages, second.message], turns=turns)]
 
 
 class Broken(Letters):

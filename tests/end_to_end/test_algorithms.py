@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from headrace.algorithms.base import Algorithm, Survivor
 from headrace.observe.metrics import read_metrics
+from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.end_to_end.runs import REPOSITORY, headrace, start, wait_until, write_run_file
 
@@ -94,6 +97,79 @@ def test_a_missing_teacher_is_reported_before_anything_is_sampled(tmp_path: Path
     assert not RunDir(tmp_path / "run").rollouts.exists()
 
 
+TAUGHT = """
+seq_len = 96
+
+[[orchestrator.train.env]]
+id = "{letters}"
+name = "both"
+ratio = 1.0
+
+[orchestrator.train.env.algo]
+type = "grpo_distill"
+ref_kl_weight = 0.5
+teacher = {{ name = "teacher", base_url = "{url}", timeout = 60 }}
+
+[[orchestrator.train.env]]
+id = "{letters}"
+name = "judged"
+ratio = 1.0
+
+[orchestrator.train.env.algo]
+type = "tests.end_to_end.test_algorithms:Judged"
+teacher = "policy"
+
+[[orchestrator.train.env]]
+id = "tests.end_to_end.environments:SecondLetters"
+name = "hinted"
+ratio = 1.0
+workers = 1
+
+[orchestrator.train.env.algo]
+type = "opsd"
+"""
+
+
+class Judged(Algorithm):
+    """Credit is the share of letters in what the judge writes after the rollout, and how likely it finds the reply."""
+
+    model_role = "judge"
+
+    async def score_batch(self, batch: Sequence[Survivor]) -> None:
+        for survivor in batch:
+            ids = survivor.samples[0].token_ids
+            scores = await self.teacher.score(ids, 1.0)
+            verdict = await self.teacher.generate(ids, max_tokens=4, seed=0)
+            letters = sum(32 <= token < 127 for token in verdict.token_ids) / len(verdict.token_ids)
+            self.tally.mean("letters", letters, 1)
+            survivor.assign_advantages(letters - float(scores.mean()))
+
+
+@pytest.mark.full
+def test_teachers_of_users_classes_two_losses_hints_and_masks_in_one_run(tmp_path: Path, tiny_model: Path):
+    with served(tiny_model) as (_, url):
+        overlay = tmp_path / "taught.toml"
+        overlay.write_text(TAUGHT.format(letters=LETTERS, url=url))
+        code, output = headrace("rl", write_run_file(tmp_path, tiny_model), overlay, timeout=600)
+    assert code == 0, output
+    run = RunDir(tmp_path / "run")
+    assert trained_components(run) == {"both": {"rl", "ref_kl"}, "judged": {"rl"}, "hinted": {"ref_kl"}}
+    assert count(run, "algo/judged/letters") and count(run, "algo/hinted/prefills")
+    assert not count(run, "algo/hinted/hints_apart")
+    hinted = [
+        saved.rollout
+        for step in RolloutFiles(run.rollouts).steps()
+        for saved in RolloutFiles(run.rollouts).read(step)
+        if saved.rollout.env == "hinted"
+    ]
+    for rollout in hinted:
+        assert rollout.trained_tokens == len(rollout.turns[-1].completion_ids) - 1
+        for sample in rollout.samples:
+            weights = sample.streams.get("ref_kl_weights", np.zeros(len(sample)))
+            assert not np.any(weights[~sample.mask])
+    assert hinted
+
+
 WORDS, CALCULATOR = "reverse-text/rl.toml", "calculator/rl.toml"
 EXAMPLES: dict[str, tuple[list[str], dict[str, set[str]], str]] = {
     "max_rl": ([WORDS, "algorithms/max-rl.toml"], {"reverse-text": {"rl"}}, ""),
@@ -102,6 +178,11 @@ EXAMPLES: dict[str, tuple[list[str], dict[str, set[str]], str]] = {
     "penalty": ([WORDS, "algorithms/length-penalty.toml"], {"wordy": {"rl"}}, ""),
     "echo": ([CALCULATOR, "algorithms/echo.toml"], {"calculator": {"rl", "ce"}}, ""),
     "opd": ([WORDS, "algorithms/opd.toml"], {"reverse-text": {"ref_kl"}}, "algo/reverse-text/prefills"),
+    "grpo_distill": (
+        [WORDS, "algorithms/grpo-distill.toml"],
+        {"reverse-text": {"rl", "ref_kl"}},
+        "algo/reverse-text/prefills",
+    ),
     "sft": ([WORDS, "algorithms/sft-distillation.toml"], {"reverse-text": {"ce"}}, ""),
     "mixed": ([WORDS, "algorithms/mixed.toml"], {"short": {"rl"}, "long": {"ref_kl"}}, "algo/long/prefills"),
     "custom": (["custom-algorithm/rl.toml"], {"reverse-text": {"rl"}}, "algo/reverse-text/solved"),
