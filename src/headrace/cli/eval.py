@@ -72,6 +72,9 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--max-tokens", metavar="N", type=positive, help="of one reply [the rest of the context]")
     sampling.add_argument("--seq-len", metavar="N", type=positive, help="of a conversation [the server's maximum]")
     sampling.add_argument("--seed", metavar="N", type=int, help="for reproducible replies [none]")
+    sampling.add_argument(
+        "--latents", choices=("on", "off"), help="whether thoughts are in latent space [as the model was trained]"
+    )
     sampling.add_argument("--renderer", **pairs, help="as in a run file [the run's own]")  # type: ignore[arg-type]
     reading = parser.add_argument_group("how replies are scored")
     reading.add_argument("--correct", metavar="NAME", help="the reward or metric that is 1 if an answer is correct")
@@ -223,6 +226,7 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
         key_var=arguments.api_key_var,
         tokenizer=arguments.tokenizer,
         endpoint_model=arguments.endpoint_model,
+        latents=None if arguments.latents is None else arguments.latents == "on",
     )
 
 

@@ -111,6 +111,7 @@ class Sampler:
             completion.finish_reason,
             None if truncated is None else np.array(truncated, np.float32),
             prompt.roles,
+            completion.latents,
         )
 
 

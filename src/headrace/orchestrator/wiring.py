@@ -9,12 +9,13 @@ import msgspec
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm
+from headrace.config.model import LatentsConfig
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.served_model import ServedModel
-from headrace.inference.schema import Health
+from headrace.inference.schema import Health, LatentParams
 from headrace.observe.metrics import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.concurrency import Concurrency, initial_limit
@@ -263,6 +264,9 @@ def _sampler(
     }
     if source is not None:
         return FrozenSampler(source, policy.renderer, policy.tokenizer, config.seq_len, **options)
+    latents = _latents(config.model.latents, kind)
+    # Engines score completions as plain tokens, which would not be comparable.
+    is_observed = kind is Kind.TRAIN and latents is None
     return Sampler(
         policy.client,
         policy.renderer,
@@ -270,8 +274,16 @@ def _sampler(
         config.seq_len,
         **options,
         cache_salt=lambda: str(policy.watcher.version),
-        observe=drift.observe if kind is Kind.TRAIN else None,
+        observe=drift.observe if is_observed else None,
+        latents=latents,
     )
+
+
+def _latents(config: LatentsConfig | None, kind: Kind) -> LatentParams | None:
+    """Return how episodes think in latent space. Models that are trained with soft thoughts are used without them."""
+    if config is None or (kind is Kind.EVAL and config.type == "soft"):
+        return None
+    return LatentParams(**config.request)
 
 
 def startup_lines(config: OrchestratorConfig, tasks: Mapping[tuple[Kind, str], int]) -> list[str]:

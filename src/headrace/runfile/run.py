@@ -118,6 +118,24 @@ class RunConfig(Config):
                 key="orchestrator.train.env",
                 fix="Add an [[orchestrator.train.env]] with an id.",
             )
+        if self.model.latents is not None:
+            yield from self._latent_problems()
+
+    def _latent_problems(self) -> Iterator[InvalidValue]:
+        if self.inference.engine != "embedded":
+            yield InvalidValue(
+                f"{self.inference.engine} cannot blend input embeddings (model.latents) while it samples",
+                key="inference.engine",
+                value=self.inference.engine,
+                fix='Set inference.engine = "embedded", or leave model.latents out.',
+            )
+        if self.orchestrator.max_async_level:
+            yield InvalidValue(
+                "latents (model.latents) are those of the policy that sampled them, and are trained without a ratio",
+                key="orchestrator.max_async_level",
+                value=self.orchestrator.max_async_level,
+                fix="Set it to 0.",
+            )
 
     @model_validator(mode="after")
     def _engine_takes_every_sequence(self) -> RunConfig:

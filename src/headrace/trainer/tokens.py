@@ -84,10 +84,14 @@ class StepTokens:
         return int(np.logical_or.reduceat(members, self.starts).sum()) // self.together
 
     def without_reference(self) -> StepTokens:
-        """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty."""
+        """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty.
+
+        The reference thinks in tokens alone.
+        """
         reference = self.streams.setdefault("kl_logprobs", np.full(len(self), np.nan, np.float32))
         penalized = np.logical_or.reduce([self.members[penalty] for penalty in PENALTIES])
         lacking = copy(self)
+        lacking.latents, lacking._prefix_keys = None, self.token_ids
         lacking.scored = penalized & np.isnan(reference)
         return lacking
 

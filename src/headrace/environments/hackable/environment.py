@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from headrace.environments.arguments import check_number
-from headrace.environments.hackable.registry import Progress, build_data_provider, build_objective
+from headrace.environments.hackable.registry import NO_TRACE, Progress, Trace, build_data_provider, build_objective
 from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.hackable.scoring import Scorer
 from headrace.environments.rewards.registry import REWARDS, build_rewards, options_by_reward
@@ -78,7 +78,7 @@ class Hackable(SingleTurn):
         progress = Progress(step, self._epochs(step))
         metrics, roles = self._objective.at(progress).metrics(), self._objective.roles()
         lengths = self._lengths(samples, completions)
-        scored = await self._scorer.score(samples, completions, progress)
+        scored = await self._scorer.score(samples, completions, progress, [trace_of(rollout) for rollout in rollouts])
         for rollout, result, length in zip(rollouts, scored, lengths, strict=True):
             by_role = {role: result.scores[name] for role, name in roles.items() if name in result.scores}
             rollout.metrics = {**rollout.metrics, **result.scores, **by_role, **length, **metrics}
@@ -131,6 +131,14 @@ class Hackable(SingleTurn):
             {name: float(length) for name, column in columns.items() if (length := column[index]) is not None}
             for index in range(len(samples))
         ]
+
+
+def trace_of(rollout: Rollout) -> Trace:
+    """Return how the only completion of a rollout was sampled."""
+    if not rollout.turns:
+        return NO_TRACE
+    turn = rollout.turns[-1]
+    return Trace(turn.completion_ids, turn.logprobs, turn.latents)
 
 
 def newest_version(rollouts: Iterable[Rollout]) -> int:

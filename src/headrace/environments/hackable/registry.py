@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
+
 from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.plugins import Plugin, PluginRegistry
 from headrace.errors import BadInput
@@ -25,6 +27,19 @@ class Progress(NamedTuple):
     epoch: float = 0.0
 
 
+class Trace(NamedTuple):
+    """How a completion was sampled; empty for a completion of a server that returns text alone."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    """At the sampling temperature, one per token."""
+    latents: np.ndarray | None = None
+    """[tokens, hidden size], zeros for plain tokens, if the policy thinks in latent space."""
+
+
+NO_TRACE = Trace(np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
 class Objective:
     """Base of all objectives, which combine the scores of rewards into the reward of a completion.
 
@@ -36,6 +51,8 @@ class Objective:
 
     algorithm: ClassVar[str | dict[str, Any]] = "grpo"
     """The algorithm that credits the rollouts of its groups, as a value of `orchestrator.train.env.algo`."""
+    settings: ClassVar[dict[str, Any]] = {}
+    """Further sections of a run file that it needs; what the user sets takes precedence."""
 
     def reward_names(self) -> list[str]:
         """Return the rewards that it combines: registered names, import paths or files."""
@@ -45,8 +62,13 @@ class Objective:
         """Return the reward of each completion, given each reward's score of each of them."""
         raise NotImplementedError
 
-    def extra_reward(self, samples: Sequence[TrainingSample], completions: Sequence[str]) -> list[float] | None:
-        """Return a further signal for each completion, which is added to the combined rewards."""
+    def extra_reward(
+        self, samples: Sequence[TrainingSample], completions: Sequence[str], traces: Sequence[Trace]
+    ) -> list[float] | None:
+        """Return a further signal for each completion, which is added to the combined rewards.
+
+        `traces` may be left out of your own.
+        """
         return None
 
     def roles(self) -> dict[str, str]:

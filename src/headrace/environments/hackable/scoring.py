@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import msgspec
 
-from headrace.environments.hackable.registry import Objective, Progress
+from headrace.environments.hackable.registry import NO_TRACE, Objective, Progress, Trace
 from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.rewards.base import AnyReward
 from headrace.environments.rewards.running import RewardFailure, Rewards, Score, failure_of, numbers_of
@@ -46,9 +47,14 @@ class Scorer:
         self._reported: set[str] = set()
 
     async def score(
-        self, samples: Sequence[TrainingSample], completions: Sequence[str], progress: Progress | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        completions: Sequence[str],
+        progress: Progress | None = None,
+        traces: Sequence[Trace] | None = None,
     ) -> list[Scored]:
         """Score each completion of a group, or of several groups. Failures of rewards are counted, never raised."""
+        traces = [NO_TRACE] * len(completions) if traces is None else traces
         if len(samples) != len(completions):
             raise ValueError(f"{len(completions)} completions of {len(samples)} samples")
         table = await self._rewards.score_group(completions, [sample.data for sample in samples])
@@ -56,9 +62,8 @@ class Scorer:
         failures = [next((s for s in row.values() if isinstance(s, RewardFailure)), None) for row in rows]
         whole = [index for index, failure in enumerate(failures) if failure is None]
         scores = {name: [column[index] for index in whole] for name, column in table.items()}
-        combined = iter(
-            self._combine(scores, [samples[i] for i in whole], [completions[i] for i in whole], progress or Progress())
-        )
+        parts = [samples[i] for i in whole], [completions[i] for i in whole], [traces[i] for i in whole]
+        combined = iter(self._combine(scores, *parts, progress=progress or Progress()))
         results = [next(combined) if failure is None else failure for failure in failures]
         return [self._scored(row, result) for row, result in zip(rows, results, strict=True)]
 
@@ -80,6 +85,8 @@ class Scorer:
         scores: Mapping[str, Sequence[Any]],
         samples: Sequence[TrainingSample],
         completions: Sequence[str],
+        traces: Sequence[Trace],
+        *,
         progress: Progress,
     ) -> list[Score]:
         """Return the objective's reward of each completion that every reward has scored."""
@@ -88,7 +95,9 @@ class Scorer:
         try:
             objective = self._objective.at(progress)
             combined = objective.combine_rewards(scores, samples)
-            extra = objective.extra_reward(samples, completions)
+            arguments = samples, completions, traces
+            accepted = signature(objective.extra_reward).parameters  # an objective may leave out the traces
+            extra = objective.extra_reward(*(arguments if len(accepted) > 2 else arguments[:2]))
         except Exception as error:
             return [failure_of(OBJECTIVE, "the objective", error)] * len(samples)
         results = numbers_of(OBJECTIVE, "combine_rewards of the objective", combined, len(samples))

@@ -124,6 +124,7 @@ class _Translation:
         written = translate_trainer(self.given.trainer, max_steps, self.problems, self.notices)
         self.problems += contradictions(written, self._explicit)
         tree = written.tree
+        self._add_settings(tree)
         self._shared(tree, max_steps)
         merge(tree, {"orchestrator": self._orchestrator(args, group_size, batch_size)})
         self._trackers(tree)
@@ -136,6 +137,14 @@ class _Translation:
                 section["env"] = [*table_at(tree, "orchestrator", slot).get("env", []), *section["env"]]
         merge(tree, self._explicit)
         return tree
+
+    def _add_settings(self, tree: Tree) -> None:
+        """Add the sections that the objective needs; thoughts end with the closing tag of the data."""
+        if latents := table_at(self._settings, "model").get("latents"):
+            from headrace.environments.strict_format import format_with
+
+            latents["until"] = format_with(self.given.data.kwargs.get("tags")).tags[1]
+        merge(tree, self._settings)
 
     def _number(self, *path: str) -> int | None:
         """Return a whole number of a section of the run file; None for other values, which validation refuses later."""
@@ -204,6 +213,7 @@ class _Translation:
         kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
         objective = None if len(self.problems) > before else construct_objective(plugin, kwargs, self.problems)
         self._algorithm = "grpo" if objective is None else objective.algorithm
+        self._settings = {} if objective is None else copy.deepcopy(objective.settings)
         used = {} if objective is None else self._reward_kwargs(objective.reward_names())
         return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
 

@@ -96,6 +96,8 @@ class Evaluation(NamedTuple):
     """The model directory for endpoints whose model name is not a local directory."""
     endpoint_model: str | None = None
     """The model of an endpoint that has several."""
+    latents: bool | None = None
+    """Whether replies think in latent space; unset: as in the model's run."""
 
 
 def missing(tasks: Sequence[Task], samples: int, done: CompletionsFile, *, together: bool) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.config.model import RendererConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.isolation import fallback_notice
 from headrace.environments.registry import load_environment
@@ -21,6 +22,7 @@ from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput, Failure
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
+from headrace.inference.schema import LatentParams
 from headrace.launch.saved_config import read_run
 from headrace.launch.server_target import key_in
 from headrace.orchestrator.shutdown import wait_until_closed
@@ -129,7 +131,10 @@ async def _evaluate(
     with closing(CompletionsFile(folder / COMPLETIONS)) as done:
         if left := missing(tasks, evaluation.samples, done, together=environment.scores_groups):
             total = len(tasks) * evaluation.samples
-            own = evaluation._replace(renderer={**_renderer_options(candidate), **evaluation.renderer})
+            own = evaluation._replace(
+                renderer={**_renderer_options(candidate), **evaluation.renderer},
+                sampling=evaluation.sampling | _latents(evaluation, candidate, examples),
+            )
             options = evaluation.serve_options, evaluation.key_var, folder / "serve.log"
             async with _acquire_engines(candidate, free_engines) as engines:
                 with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
@@ -187,6 +192,7 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
         "correct": correct.name,
         **({} if correct.solved is None else {"solved": correct.solved}),
         "renderer": dict(evaluation.renderer),
+        **({} if evaluation.latents is None else {"latents": evaluation.latents}),
         **({} if evaluation.endpoint_model is None else {"endpoint_model": evaluation.endpoint_model}),
     }
     folder = evaluation.output / candidate.name
@@ -213,10 +219,26 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
     return settings
 
 
+def _run_config(candidate: Candidate) -> Any:
+    """Return the config of the candidate's run; None without a run."""
+    has_config = candidate.run is not None and (candidate.run / "config.toml").is_file()
+    return read_run(candidate.run) if candidate.run is not None and has_config else None
+
+
+def _latents(evaluation: Evaluation, candidate: Candidate, examples: Examples) -> dict[str, LatentParams]:
+    """Return the sampling parameter of thoughts in latent space: by default as the candidate's run trained them."""
+    config = _run_config(candidate)
+    trained = None if config is None else config.model.latents
+    if not (trained is not None and trained.has_gates if evaluation.latents is None else evaluation.latents):
+        return {}
+    closing = examples.pairs[0][1]
+    return {"latents": LatentParams(until=closing) if trained is None else LatentParams(**trained.request)}
+
+
 def _renderer_options(candidate: Candidate) -> dict[str, Any]:
     """Return the renderer options of the candidate's run; empty without a run."""
-    if candidate.run is None or not (candidate.run / "config.toml").is_file():
+    config = _run_config(candidate)
+    if config is None:
         return {}
-    config = read_run(candidate.run)
-    renderer = config.orchestrator.renderer if hasattr(config, "orchestrator") else config.renderer
+    renderer: RendererConfig = config.orchestrator.renderer if hasattr(config, "orchestrator") else config.renderer
     return renderer.model_dump(exclude={"pool_size"}, exclude_none=True)
