@@ -3,8 +3,8 @@
     python -m benchmarks.algorithms.latent --seeds 3 --output outputs/latent
 
 The task is the miniature of examples/hackable-gsm8k: sums of one digit by a tiny model that thinks first. Both arms are
-trained on-policy with the same loss and the same advantages. The held-out accuracy of a model with latents is measured
-with and without them. A run that is there is not run again.
+trained on-policy with the same loss and the same advantages. The accuracy of a model with latents, on the sums that it
+was trained on, is measured with and without them. A run that is there is not run again.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def train(run: Path, settings: dict[str, object]) -> None:
 
 
 def accuracy(run: Path, latents: str) -> float:
-    """Return the held-out accuracy of a run's final model, thinking with latents `on` or `off`."""
+    """Return the accuracy of a run's final model, thinking with latents `on` or `off`."""
     output = run.parent / f"{run.name}-eval-{latents}"
     sampling = ["--temperature", "1", "--samples", "4", "--max-tokens", "72", "--seed", "0", "--latents", latents]
-    headrace("eval", str(run), *sampling, "--env-args", "provider_kwargs={split: train}", "--output", str(output))
+    headrace("eval", str(run), *sampling, "--output", str(output))
     (result,) = json.loads((output / "results.json").read_text())["models"]
-    return float(result["accuracy"])
+    return float(result["estimates"]["pass@1"]["value"])
 
 
 def headrace(*words: str) -> None:
@@ -89,7 +89,15 @@ def headrace(*words: str) -> None:
 
 def report(output: Path, arms: Sequence[str], seeds: int) -> None:
     table = Table(title=f"{seeds} seeds")
-    for column in ("", "reward, first steps", "last steps", "accuracy", "without latents", "embeds_ratio", "latent_ratio"):
+    for column in (
+        "",
+        "reward, first steps",
+        "last steps",
+        "accuracy",
+        "without latents",
+        "embeds_ratio",
+        "latent_ratio",
+    ):
         table.add_column(column)
     for arm in arms:
         runs = [output / f"{arm}-{seed}" for seed in range(seeds)]
@@ -107,7 +115,7 @@ def report(output: Path, arms: Sequence[str], seeds: int) -> None:
 
 
 def rewards(history: History) -> list[float]:
-    return [float(record["reward/mean"]) for _, record in sorted(history.steps.items())]
+    return [float(record["reward/all/mean"]) for _, record in sorted(history.steps.items())]
 
 
 def ends(histories: Sequence[History], name: str) -> str:
