@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import headrace.runfile  # noqa: F401 (registers the losses)
 from headrace.config.trainer import TrainerConfig
+from headrace.inference.schema import LatentParams
 from headrace.rollout.batch import read_batch
 from headrace.rollout.packing import pack, pack_for_worker
 from headrace.trainer.loss import ce_loss
@@ -37,11 +38,11 @@ class Keeping(Optimizer):
         return super().step(lr)
 
 
-def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any] | None) -> None:
+def main(model_directory: Path, batches: Path, output: Path, **options: Any) -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     for path in sorted(batches.iterdir()):
-        model = PackedModel(model_directory, ranks, lora=lora, lm_head_chunk=16)
+        model = PackedModel(model_directory, ranks, lm_head_chunk=16, **options)
         optimizer = Keeping(model.named_parameters())
         kinds = {**losses(TrainerConfig()), "ce": ce_loss}
         reference = ReferenceWeights(model)
@@ -65,5 +66,6 @@ def main(model_directory: Path, batches: Path, output: Path, lora: dict[str, Any
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]), {"r": 4, "alpha": 8} if "lora" in sys.argv[4:] else None)
+    variants: dict[str, Any] = {"lora": {"r": 4, "alpha": 8}, "latents": LatentParams()}
+    main(*map(Path, sys.argv[1:4]), **{name: variants[name] for name in sys.argv[4:]})
     leave()  # else gloo's threads, still there when the interpreter ends, may abort it

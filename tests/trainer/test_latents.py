@@ -76,6 +76,10 @@ def test_one_forward_of_the_trainer_gives_the_logprobs_of_the_engine(directory: 
     ours, theirs = trainer_logprobs(model, samples)
     # A Gaussian over 32 coordinates sums squares of up to 4 sigma: its logprobs are about 16.
     np.testing.assert_allclose(ours, theirs, rtol=2e-4 if latents.kind == "soft" else 0, atol=1e-4)
+    with pytest.raises(ValueError, match="latents"):
+        trainer_logprobs(PackedModel(directory), samples)
+    for sample in samples:
+        del sample.streams["latents"]
     plain, _ = trainer_logprobs(PackedModel(directory), samples)
     assert np.abs(plain - theirs).max() > 1e-3  # the latents matter
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -64,25 +65,34 @@ class Outcome:
         return [key for key in self.tensors if key.startswith(f"{prefix}.")]
 
 
-LLAMA, LORA = (pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora"))
+LLAMA, LORA, LATENTS = (pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora", "latents"))
+
+
+def with_latents(sample: Sample) -> Sample:
+    rows = np.random.default_rng(len(sample)).normal(size=(len(sample), 32)) * sample.mask[:, None]
+    return msgspec.structs.replace(sample, streams={**sample.streams, "latents": rows.astype(np.float16)})
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3", LLAMA, LORA], ids=["tied embeddings", "untied embeddings", "an adapter"]
+    scope="module",
+    params=["qwen3", LLAMA, LORA, LATENTS],
+    ids=["tied embeddings", "untied embeddings", "an adapter", "latents of every other sample"],
 )
 def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Where one process, and where two ranks, have left their outcome for every batch."""
     root = tmp_path_factory.mktemp("ranks")
-    adapts = request.param == "lora"
-    model = write_random_model(root / "model", ARCHITECTURES["qwen3" if adapts else request.param])
+    options = [request.param] if request.param in ("lora", "latents") else []
+    model = write_random_model(root / "model", ARCHITECTURES["qwen3" if options else request.param])
     batches, one, two = (root / name for name in ("batches", "one", "two"))
     for directory in (batches, one, two):
         directory.mkdir()
     for name, samples in BATCHES.items():
+        if "latents" in options:
+            samples = [with_latents(sample) if number % 2 else sample for number, sample in enumerate(samples)]
         entries = [BatchSample(sample, f"env{index % 2}", index) for index, sample in enumerate(samples)]
         (batches / name).write_bytes(encode_batch(Batch(1, 0, entries, [], {})))
     for start, output in (([], one), (TORCHRUN, two)):
-        command = [sys.executable, *start, PROGRAM, model, batches, output, *(["lora"] if adapts else [])]
+        command = [sys.executable, *start, PROGRAM, model, batches, output, *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     return one, two

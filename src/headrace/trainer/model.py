@@ -313,6 +313,8 @@ class _Scorer(torch.nn.Module):
         temperatures: torch.Tensor,
         latents: torch.Tensor | None,
     ) -> Scores:
+        if row.latents is not None and self._latents is None:
+            raise ValueError("samples have latents, but the model is not set up for them (model.latents)")
         tokens, gates = {"input_ids": row.token_ids}, dict[str, torch.Tensor]()
         if self._latents is not None:  # on every rank, also where no token of the row has one
             size = self.model.get_input_embeddings().embedding_dim
