@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from tests.end_to_end.runs import finish, headrace, start, wait_until
 
@@ -110,3 +112,44 @@ def test_a_stage_that_was_reached_is_found_again_after_a_kill(tmp_path: Path, ti
     assert steps_of(run, "metrics/numbers/stage") == expected
     lambdas = steps_of(run, "metrics/numbers/length_penalty_lambda")
     assert lambdas == {step: 0.75 if stage == 2 else 0.5 for step, stage in expected.items()}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_killed_run_that_thinks_in_latent_space_comes_to_the_model_of_an_uninterrupted_one(
+    tmp_path: Path, tiny_model: Path
+):
+    models = {}
+    for name, kills in (("whole", False), ("killed", True)):
+        directory = tmp_path / name
+        directory.mkdir()
+        file = write_run(
+            directory,
+            tiny_model,
+            objective={"name": "latent_neuralese", "kwargs": {"additional_rewards": ["own:variety"]}},
+            trainer={"learning_rate": 1e-3, "max_steps": 4, "batch_size": 16, "save_steps": 1},
+        )
+        run = directory / "store" / "artifacts" / "runs" / "run"
+        process = start("rl", file)
+        if kills:
+            wait_until(lambda run=run: 2 in steps_of(run, "latents/embeds_ratio"), "two steps")
+            os.kill(process.pid, signal.SIGKILL)
+            finish(process)
+            process = start("rl", file, "--resume")
+        code, output = finish(process, 400)
+        assert code == 0, output
+        models[name] = run / "model"
+        ratios = steps_of(run, "latents/embeds_ratio")
+        assert len(set(ratios.values())) == 4 and ratios[1] == pytest.approx(0.997, abs=1e-3)
+        assert headrace("audit", run)[0] == 0
+    for file_name in ("model.safetensors", "latent_gates.st"):
+        whole, killed = (load_file(model / file_name) for model in models.values())
+        assert whole.keys() == killed.keys()
+        for tensor in whole:
+            np.testing.assert_array_equal(whole[tensor], killed[tensor], err_msg=tensor)
+    for latents in ("on", "off"):
+        folder = tmp_path / latents
+        sampling = ["--num-examples", 4, "--max-tokens", 8, "--latents", latents, "--output", folder]
+        code, output = headrace("eval", tmp_path / "killed" / "store" / "artifacts" / "runs" / "run", *sampling)
+        assert code == 0, output
+        assert (folder / "results.json").is_file()

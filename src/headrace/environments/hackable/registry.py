@@ -63,7 +63,7 @@ class Objective:
         raise NotImplementedError
 
     def extra_reward(
-        self, samples: Sequence[TrainingSample], completions: Sequence[str], traces: Sequence[Trace]
+        self, samples: Sequence[TrainingSample], completions: Sequence[str], traces: Sequence[Trace] = ()
     ) -> list[float] | None:
         """Return a further signal for each completion, which is added to the combined rewards.
 
