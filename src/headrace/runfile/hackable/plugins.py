@@ -241,11 +241,10 @@ def explain_kwarg(root: type[Config], key: str, tree: dict[str, Any] | None) -> 
 
 
 def kwargs_under(root: type[Config], key: str, tree: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the kwargs of the plugin whose table this is, with descriptions; nothing if it may be one of several."""
+    """Return the kwargs of the plugin whose table this is, with descriptions; nothing if plugins differ in them."""
     plugins = _plugins(key, tree) if root is HackableConfig else []
-    if len(plugins) != 1:
-        return []
-    return [(name, _explained(plugins[0], p).sentence) for name, p in plugins[0].parameters.items()]
+    tables = {tuple((name, _explained(each, p).sentence) for name, p in each.parameters.items()) for each in plugins}
+    return list(tables.pop()) if len(tables) == 1 else []
 
 
 def _plugins(table: str, tree: dict[str, Any] | None) -> list[Plugin]:
