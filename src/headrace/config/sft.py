@@ -256,6 +256,9 @@ class SftConfig(OfflineConfig):
 
     def problems(self) -> Iterator[InvalidValue]:
         yield from super().problems()
+        if self.model.latents is not None:
+            fix = "Leave it out: thinking in latent space is learned by headrace rl."
+            yield InvalidValue("examples have no latents to learn from", key="model.latents", fix=fix)
         if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
             yield self.invalid(
                 "validation.fraction",
