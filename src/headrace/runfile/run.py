@@ -122,6 +122,11 @@ class RunConfig(Config):
             yield from self._latent_problems()
 
     def _latent_problems(self) -> Iterator[InvalidValue]:
+        algorithms = [self.orchestrator.algo_of(env) for env in self.orchestrator.train.env]
+        penalties = [kl for algo in algorithms if (kl := getattr(algo, "kl", None)) is not None and kl.coef]
+        if penalties and self.model.latents is not None and self.model.latents.type == "soft":
+            fact = "soft thoughts (model.latents) have no logprobs of tokens to compare with those of a reference"
+            yield InvalidValue(fact, key="orchestrator.algo.kl.coef", value=penalties[0].coef, fix="Leave it out.")
         if self.inference.engine != "embedded":
             yield InvalidValue(
                 f"{self.inference.engine} cannot blend input embeddings (model.latents) while it samples",

@@ -23,10 +23,18 @@ def test_a_latent_objective_sets_up_the_model_the_loss_and_an_on_policy_run(tmp_
     assert (config.orchestrator.max_async_level, config.trainer.loss.type) == (0, "reinforce")
 
 
-def test_latent_neuralese_divides_advantages_by_the_standard_deviation(tmp_path: Path):
+def test_latent_neuralese_has_advantages_in_standard_deviations_and_a_penalty_to_the_start(tmp_path: Path):
     config, _ = load_tree(tmp_path, small(objective={"name": "latent_neuralese"}))
     algo = config.orchestrator.algo_of(config.orchestrator.train.env[0])
     assert (algo.type, algo.normalize) == ("grpo", "std")
+    assert (algo.kl.coef, algo.kl.estimator, algo.kl.reference) == (0.005, "k3", "start")
+
+
+def test_soft_thoughts_are_not_compared_with_a_reference(tmp_path: Path):
+    tree = small(objective={"name": "soft_tokens"}, orchestrator={"algo": {"kl": {"coef": 0.1}}})
+    with pytest.raises(ConfigError) as error:
+        load_tree(tmp_path, tree)
+    assert [problem.key for problem in error.value.problems] == ["orchestrator.algo.kl.coef"]
 
 
 def test_thoughts_end_with_the_closing_tag_of_the_data_and_settings_of_the_file_take_precedence(tmp_path: Path):

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.config.base import ConfigError, Origins, Tree
+from headrace.config.base import ConfigError, Origins, Tree, as_table
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.hackable.names import (
@@ -348,7 +348,7 @@ class _Translation:
             env["ratio"] = self.given.data.ratio
         if self._algorithm != "grpo" and not section.keys() & {"algo", "advantage"}:
             beta = self.given.trainer.beta
-            env["algo"] = {"type": self._algorithm, **({} if beta is None else {"kl": {"coef": beta}})}
+            env["algo"] = {**as_table(self._algorithm, "type"), **({} if beta is None else {"kl": {"coef": beta}})}
         return env
 
     def _eval(self, data: DataConfig, given: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:
