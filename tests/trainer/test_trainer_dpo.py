@@ -160,6 +160,7 @@ def test_no_prompt_is_both_trained_on_and_held_out(tmp_path: Path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("others", [{}, LORA], ids=["full", "lora"])
 def test_a_killed_process_is_continued_to_the_same_weights(
     tmp_path: Path, tiny_model: Path, pairs: Path, others: dict[str, Any]
@@ -168,7 +169,10 @@ def test_a_killed_process_is_continued_to_the_same_weights(
     for name in ("straight", "killed"):
         here = RunDir(tmp_path / name)
         here.root.mkdir()
-        save(settings(here.root, tiny_model, pairs, max_steps=30, ckpt={"interval": 5}, **others), here)
+        save(
+            settings(here.root, tiny_model, pairs, max_steps=30, ckpt={"interval": 5}, optim={"lr": 1e-4}, **others),
+            here,
+        )
         command = [sys.executable, "-m", "headrace", "trainer", str(here.root)]
         process = subprocess.Popen(command)
         while name == "killed" and here.latest_checkpoint_step() < 10 and process.poll() is None:

@@ -89,11 +89,14 @@ def test_a_changed_file_goes_up_alone_and_one_that_is_gone_goes_away(hub: Hub, r
 def test_a_run_can_be_continued_elsewhere(hub: Hub, run: Path, tmp_path: Path):
     with closing(sqlite3.connect(run / "journal.sqlite")) as database:
         database.execute("CREATE TABLE probe (x)")
+    (run / "reference").mkdir()
+    (run / "reference/logprobs.safetensors").write_bytes(b"of a start model")
     assert headrace("push", run, "team/mill", "--resume-state") == 0
     assert headrace("pull", "team/mill", tmp_path / "elsewhere") == 0
     elsewhere = tmp_path / "elsewhere"
     assert list(checkpoints(elsewhere)) == [4]
     assert (elsewhere / "batches/step-00000005.safetensors").is_file()
+    assert (elsewhere / "reference/logprobs.safetensors").read_bytes() == b"of a start model"
     assert headrace("push", run, "team/mill") == 0
     assert "run/batches/step-00000005.safetensors" in hub.files(REPO)  # a push that does not name them leaves them
     with closing(sqlite3.connect(elsewhere / "journal.sqlite")) as database:

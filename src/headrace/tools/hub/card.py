@@ -20,10 +20,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{repo}")
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```"""
+KINDS = {"dpo": "dpo", "data": "sft"}
+"""Kinds of runs by a section that others do not have."""
+KIND_NAMES = {"rl": "reinforcement learning", "sft": "supervised training", "dpo": "direct preference optimization"}
 SHOWN_SETTINGS = (
     *("orchestrator.algo.type", "orchestrator.batch_size", "orchestrator.group_size"),
     *("trainer.loss.type", "trainer.optim.lr", "trainer.optim.type"),
-    *("data.env", "data.name", "optim.lr", "optim.type", "batch_size", "max_steps", "seq_len", "seed"),
+    *(
+        "dpo.loss",
+        "dpo.beta",
+        "data.env",
+        "data.name",
+        "optim.lr",
+        "optim.type",
+        "batch_size",
+        "max_steps",
+        "seq_len",
+        "seed",
+    ),
 )
 """Settings on the card; all are in the configuration file."""
 
@@ -31,15 +45,19 @@ SHOWN_SETTINGS = (
 def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: Sequence[str]) -> str:
     """`base` is the hub name of the model that the run began with; None if that was `base_folder`."""
     tree = read_toml(run.config)
-    supervised = "data" in tree
-    what = "supervised training" if supervised else "reinforcement learning"
+    kind = next((kind for key, kind in KINDS.items() if key in tree), "rl")
     began = f"`{base}`" if base else f"a local model, `{base_folder}`"
     settings = [("key", "value"), *((key, str(value)) for key, value in _settings(tree).items())]
     model = ["The final model:", "", LOADING.format(repo=repo), ""] if "config.json" in files else []
     return "\n".join(
         [
-            *_head({"library_name": "transformers", "base_model": base}, ["headrace", "sft" if supervised else "rl"]),
-            *(f"# {title(run)}", "", f"A run of {what} with Headrace {__version__}. It began with {began}.", ""),
+            *_head({"library_name": "transformers", "base_model": base}, ["headrace", kind]),
+            *(
+                f"# {title(run)}",
+                "",
+                f"A run of {KIND_NAMES[kind]} with Headrace {__version__}. It began with {began}.",
+                "",
+            ),
             *_results(run, files),
             *("## Settings", "", *markdown_table(settings), ""),
             *(f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).", "", "## What is here", "", *model),

@@ -39,6 +39,8 @@ from headrace.transport.files import MARKER, STEP
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 ROOT = "./"
+STATE_FOLDERS = ("batches", "reference")
+"""Folders that a run needs to continue besides a checkpoint."""
 
 
 class Contents(NamedTuple):
@@ -62,7 +64,7 @@ class Parts(NamedTuple):
     permanent: bool = False
     """All permanent checkpoints."""
     resume_state: bool = False
-    """All that is needed to continue: the newest checkpoint, the journal, batches, the base model."""
+    """All that is needed to continue: the newest checkpoint, the journal, batches, the base model, a reference."""
 
 
 def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
@@ -81,7 +83,7 @@ def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
     complete = [ROOT, *(f"{RUN}{folder}/" for folder in folders[1:])]
     if parts.resume_state:
         files |= _resume_state(run)
-        complete.append(f"{RUN}batches/")
+        complete += [f"{RUN}{folder}/" for folder in STATE_FOLDERS]
         if hub_name(base) is None:
             base_name = BASE
             files |= {f"{RUN}{BASE}/{path.name}": path for path in _model_files(Path(base))}
@@ -126,11 +128,11 @@ def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:
 
 
 def _resume_state(run: RunDir) -> dict[str, Content]:
-    """Return the journal, and the batches that no checkpoint covers."""
+    """Return the journal, the batches that no checkpoint covers, and the logprobs of a reference."""
     if run.journal.with_name(f"{run.journal.name}-wal").exists():  # left by a killed orchestrator
         with closing(sqlite3.connect(run.journal)) as database:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    files: dict[str, Content] = {path_in_repo(path): run.root / path for path in _parts_in(run.root, ["batches"])}
+    files: dict[str, Content] = {path_in_repo(path): run.root / path for path in _parts_in(run.root, STATE_FOLDERS)}
     if run.journal.is_file():
         files[path_in_repo(PurePosixPath(JOURNAL))] = run.journal
     return files

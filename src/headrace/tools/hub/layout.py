@@ -51,6 +51,8 @@ def is_part_of_run(path: PurePosixPath) -> bool:
             return is_model_file(name)
         case ("batches", name):
             return fnmatchcase(name, "step-*.safetensors")
+        case ("reference", name):
+            return fnmatchcase(name, "*.safetensors")
         case ("checkpoints", "permanent", step, *inner) | ("checkpoints", step, *inner):
             return _STEP.fullmatch(step) is not None and _is_part_of_checkpoint(inner)
     return False
