@@ -119,7 +119,7 @@ LAYERS = (
 TOOLS = (
     ("sweep", "view"),
     ("compare", "audit"),
-    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs"),
+    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs", "models"),
     ("names", "statistics"),
 )
 """The same for the folders of `tools`."""

@@ -49,7 +49,7 @@ class Mine(Environment):
         return []
 """
 LOSS = "--trainer.loss.type custom --trainer.loss.import_path my_loss:loss"
-MOE = json.dumps({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4})
+LINEAR = json.dumps({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]})
 TOKENIZER = byte_tokenizer(("user",)).to_str()
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -322,9 +322,9 @@ CHECKED_FIRST = [
     Wrong("a model without a tokenizer", "rl rl.toml --model.name ./folder", {"folder/config.json": "{}"}, key="model"),
     Wrong("a model on a hub that cannot be reached", "rl rl.toml --model.name owner/none", key="model.name"),
     Wrong(
-        "a model with fused experts",
-        "rl rl.toml --model.name ./moe",
-        {"moe/config.json": MOE, "moe/tokenizer.json": TOKENIZER, "moe/chat_template.jinja": TEMPLATE},
+        "a model that the engine does not compute",
+        "rl rl.toml --model.name ./linear",
+        {"linear/config.json": LINEAR, "linear/tokenizer.json": TOKENIZER, "linear/chat_template.jinja": TEMPLATE},
         key="model.name",
     ),
     Wrong(

@@ -10,14 +10,12 @@ def test_the_embedded_engine_takes_one_gpu_and_measures_its_memory_itself() -> N
     assert config.gpus_per_server == 1
     assert config.extra_start_timeout_s == 0
     assert config.memory_share(1) is None
-    assert not config.loads_fused_experts
 
 
 def test_a_vllm_server_takes_a_gpu_for_each_shard_of_each_replica() -> None:
     config = InferenceConfig(engine="vllm", vllm=VllmConfig(tensor_parallel_size=2, data_parallel_size=3))
     assert config.gpus_per_server == 6
     assert config.extra_start_timeout_s == config.vllm.start_timeout
-    assert config.loads_fused_experts
 
 
 def test_vllm_servers_on_the_trainers_gpu_divide_their_share_of_its_memory() -> None:

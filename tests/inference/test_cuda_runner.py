@@ -14,7 +14,7 @@ from headrace.inference.backend import EngineError, RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import PENDING
-from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
+from headrace.inference.embedded.self_check import check_engine
 from headrace.inference.schema import LatentParams, SamplingParams
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, write_adapter
@@ -262,8 +262,7 @@ def test_a_model_that_the_cuda_runner_does_not_support_is_left_unchanged(caplog:
     assert make_cuda_runner(model, 9, engine.adapters, **settings) is None
     assert "NotImplementedError: attention sinks" in caplog.text
     assert not any(hasattr(module, "paged_keys") for module in model.modules())
-    with pytest.raises(UnsupportedModel, match=r"GptOssForCausalLM.*attention sinks"):
-        check_engine(Engine(model, max_model_len=64))
+    check_engine(Engine(model, max_model_len=64))
 
 
 def test_a_step_is_long_where_attention_needs_no_padding(model: Any) -> None:

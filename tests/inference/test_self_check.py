@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from benchmarks.inference.self_check import FAMILIES, FAULTS, SIZES, make_sharp_model
+from benchmarks.inference.self_check import FAMILIES, FAULTS, make_sharp_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from headrace.inference import rounding
 from headrace.inference.embedded import self_check
@@ -75,13 +73,6 @@ def test_a_fault_of_decode_alone_is_not_one_of_prefill() -> None:
         texts = compute_texts(Engine(model, max_model_len=128, compile=False), prompts())
     ratios = {deviation.phase: deviation.ratio for deviation in measure_deviations(model, texts)}
     assert ratios["prefill"] <= MAX_ROUNDING_RATIO < ratios["decode"]
-
-
-def test_attention_that_the_engine_lacks_is_named() -> None:
-    config = transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
-    engine = Engine(AutoModelForCausalLM.from_config(config), max_model_len=64)
-    with pytest.raises(UnsupportedModel, match=r"GptOssForCausalLM.*attention sinks"):
-        check_engine(engine)
 
 
 def test_logprobs_that_are_not_numbers_are_refused() -> None:

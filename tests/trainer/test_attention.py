@@ -144,10 +144,8 @@ def test_other_kinds_of_attention_are_refused():
     row = rows("cpu", "sdpa")["one"]
     states = torch.zeros(1, 2, 700, 16)
     module = torch.nn.Module()
-    with pytest.raises(UnsupportedModel, match="'softcap'"):
-        packed_attention(module, states, states, states, None, layout=row.layout, softcap=30.0)
-    with pytest.raises(UnsupportedModel, match="'s_aux'"):
-        packed_attention(module, states, states, states, None, layout=row.layout, s_aux=states)
+    with pytest.raises(UnsupportedModel, match="'position_bias'"):
+        packed_attention(module, states, states, states, None, layout=row.layout, position_bias=states)
     with pytest.raises(UnsupportedModel, match="`layout`"):
         packed_attention(module, states, states, states, None)
     module.is_causal = False

@@ -70,6 +70,7 @@ COMMANDS = {
     "audit": Command("runs", "account for every prompt of a run, and check its journal and checkpoints."),
     "verify": Command("runs", "compare all files of a run with their digests."),
     "rescore": Command("rescore", "credit a run's saved rollouts with another algorithm; samples nothing.", "dotted"),
+    "models": Command("models", "list the families of models, and what works with each."),
     "export": Command("models", "write a checkpoint as a Hugging Face model."),
     "push": Command("hub", "upload a run, a model, a checkpoint or a dataset to the Hugging Face hub."),
     "pull": Command("hub", "download a run, a model or a dataset from the Hugging Face hub."),

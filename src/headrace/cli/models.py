@@ -1,4 +1,4 @@
-"""`headrace export` and `headrace init-model`: write model directories."""
+"""`headrace models`, `headrace export` and `headrace init-model`: which models work, and writing their directories."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints
 from headrace.rollout.batch import DamagedFile
 from headrace.transport.files import MARKER
+
+
+def configure_models(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run_models(arguments: argparse.Namespace) -> int:
+    from headrace.tools.models.table import table
+
+    print(table(), end="")
+    return 0
 
 
 def configure_export(parser: argparse.ArgumentParser) -> None:

@@ -129,11 +129,6 @@ class InferenceConfig(Config):
         """Seconds that a server of this engine may take to start, in addition to `launch.start_timeout`."""
         return self.vllm.start_timeout if self.engine == "vllm" else 0.0
 
-    @property
-    def loads_fused_experts(self) -> bool:
-        """Whether the engine can load published weights of a model with fused experts."""
-        return self.engine == "vllm"
-
     def memory_share(self, servers: int) -> float | None:
         """Return the fraction of a GPU's memory for each of `servers` servers on the trainer's GPU.
 

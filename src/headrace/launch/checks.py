@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from headrace.environments.data.tables import DataNotHere
 from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, read_shape
+from headrace.inference.model_shape import ModelShape, read_shape
+from headrace.inference.model_support import embedded_obstacle, training_obstacle
 from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
@@ -146,26 +148,18 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
             yield BadInput(fact, key=f"{key}.name", value=section.name)
 
 
-def check_experts(subject: Subject) -> Iterator[BadInput]:
-    """Check that the engine can load updated weights of experts, which the trainer has fused in memory.
-
-    The embedded engine cannot; vLLM splits them. `Publisher.check_embedded` refuses experts that config.json does not
-    show.
-    """
+def check_model_support(subject: Subject) -> Iterator[BadInput]:
+    """Check that the trainer and the engine compute what the model's config.json shows."""
     config = subject.config
-    publishes = isinstance(config, RunConfig) or config.evaluates
-    if subject.model is None or not publishes or config.inference.loads_fused_experts:
+    if subject.model is None:
         return
     settings = read_settings(subject.model / "config.json")
-    for section in (settings, settings.get("text_config") or {}):
-        if any(section.get(key) not in (None, 0, 1) for key in EXPERT_KEYS):  # or a list by layer
-            yield BadInput(
-                f"{section.get('model_type', 'the model')} has experts; the embedded engine cannot load their updates",
-                key="model.name",
-                value=config.model.name,
-                fix='Set inference.engine = "vllm", or choose a model without experts.',
-            )
-            return
+    refused = partial(BadInput, key="model.name", value=config.model.name)
+    if (obstacle := training_obstacle(settings)) is not None:
+        yield refused(obstacle, fix="`headrace models` shows what works.")
+    samples = isinstance(config, RunConfig) or config.evaluates
+    if samples and config.inference.engine == "embedded" and (obstacle := embedded_obstacle(settings)) is not None:
+        yield refused(obstacle, fix='Set inference.engine = "vllm".')
 
 
 def check_own_code(subject: Subject) -> Iterator[BadInput]:
@@ -252,7 +246,7 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
 CHECKS: tuple[Check, ...] = (
     check_output_dir,
     check_model,
-    check_experts,
+    check_model_support,
     check_own_code,
     check_completions,
     check_sandbox,

@@ -3,12 +3,14 @@
 The row's layout names the kernel. `sdpa` runs everywhere and gathers sequences into padded blocks. GPU kernels read
 sequences back to back through one custom operator, which decides when it runs whether a row has one sequence, several,
 or several with a shared prefix: a compiler would otherwise make a program for each case. A single sequence is computed
-by cuDNN, which is the fastest, everything else by flash attention. Keys and values of shared prefixes are gathered for
+by cuDNN, which is the fastest, everything else by flash attention. Neither has capped scores, sinks, or values of
+another size than keys: such models use `sdpa`. Keys and values of shared prefixes are gathered for
 each sequence, again in the backward pass. Left out on purpose: dropout, and attention that is not causal.
 """
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ from headrace.trainer.packed_row import Kernel, PaddedBlocks, RowLayout
 _aten = torch.ops.aten
 NAME = "headrace_packed"
 Choice = Kernel | Literal["auto"]
+SINKS = ".sinks"
+"""The name that transformers gives the attention sinks of a layer."""
 
 
 class UnsupportedModel(BadInput):
@@ -32,18 +36,35 @@ class UnavailableAttention(BadInput):
     """The configured kernel does not run here."""
 
 
-def available_kernel(choice: Choice, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return the configured kernel, for `auto` the fastest that runs here; raise if it does not run here."""
+def available_kernel(
+    choice: Choice, device: torch.device, dtype: torch.dtype, head_dim: int, special: str | None = None
+) -> Kernel:
+    """Return the configured kernel, for `auto` the fastest that runs here; raise if it does not run here.
+
+    `special` is what `sdpa` alone computes, from `special_attention`.
+    """
     if choice == "sdpa":
         return choice
     choices: list[Kernel] = ["cudnn", "flash"] if choice == "auto" else [choice]
-    obstacles = [_obstacle(kernel, device, dtype, head_dim) for kernel in choices]
+    obstacles = [special or _obstacle(kernel, device, dtype, head_dim) for kernel in choices]
     if None in obstacles:
         return choices[obstacles.index(None)]
     if choice == "auto":
         return "sdpa"
     fact = f"needs a GPU of compute capability 8.0 or newer and bfloat16, but {obstacles[0]}"
     raise UnavailableAttention(fact, key="trainer.attention", value=choice, fix='Set it to "auto".')
+
+
+def special_attention(model: Any) -> str | None:
+    """Return what a model's attention computes that only `sdpa` has; None if nothing."""
+    config = model.config
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "this model caps its attention scores"
+    if any(name.endswith(SINKS) for name, _ in model.named_parameters()):
+        return "this model has attention sinks"
+    if getattr(config, "v_head_dim", None) not in (None, head_size(config)):
+        return "this model's keys and values have different sizes"
+    return None
 
 
 def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -62,6 +83,13 @@ def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim
     return None
 
 
+def head_size(config: Any) -> int:
+    """Return the dimensions of a query head; of the largest, if layers differ."""
+    sizes = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim", "global_head_dim"))
+    known = [size for size in sizes if size]
+    return int(max(known) if known else config.hidden_size // config.num_attention_heads)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -69,7 +97,9 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | EllipsisType | None = ...,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     layout: RowLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -81,18 +111,16 @@ def packed_attention(
         )
     if not getattr(module, "is_causal", True):
         raise UnsupportedModel("its attention is not causal, which packed attention needs", key="model", value=name)
-    for option in ("softcap", "s_aux", "position_bias"):
-        if options.get(option) is not None:
-            raise UnsupportedModel(
-                f"uses {option!r} in its attention, which packed attention does not compute", key="model", value=name
-            )
-    window = sliding_window or getattr(module, "sliding_window", None)
+    if options.get("position_bias") is not None:
+        fact = "uses 'position_bias' in its attention, which packed attention does not compute"
+        raise UnsupportedModel(fact, key="model", value=name)
+    window: int | None = getattr(module, "sliding_window", None) if sliding_window is ... else sliding_window
     # Norms and rotary embeddings may return float32; values come directly from a matrix product.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if isinstance(layout.sequences, PaddedBlocks):
         if window is not None and window >= layout.longest:
             window = None
-        return _in_blocks(query, key, value, layout.sequences, scaling, window), None
+        return _in_blocks(query, key, value, layout.sequences, scaling, window, softcap, s_aux), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     runs, scaling = layout.sequences, q.shape[-1] ** -0.5 if scaling is None else scaling
     starts_and_lengths = (runs.query_starts, runs.key_starts, runs.longest_query, runs.longest_key)
@@ -105,26 +133,57 @@ AttentionInterface.register(NAME, packed_attention)
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: PaddedBlocks, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: PaddedBlocks,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend in padded blocks. Not compiled: every number of blocks would be another program."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    if q.is_cuda:  # of its kernels only flash has grouped-query attention, but neither masks nor float32
+    plain = softcap is None and sinks is None
+    if q.is_cuda or not plain:  # of CUDA's kernels only flash has grouped-query attention, without masks and float32
         k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
     outputs: list[Tensor] = []
     for block, visible in zip(blocks.blocks, blocks.visible(window), strict=True):
-        output = F.scaled_dot_product_attention(
-            _gather(q, block.queries).transpose(1, 2),
-            _gather(k, block.keys).transpose(1, 2),
-            _gather(v, block.keys).transpose(1, 2),
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+        queries, keys, values = (
+            _gather(each, places).transpose(1, 2)
+            for each, places in ((q, block.queries), (k, block.keys), (v, block.keys))
         )
+        if plain:
+            options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+            causal = visible is None
+            output = F.scaled_dot_product_attention(queries, keys, values, visible, is_causal=causal, **options)
+        else:
+            output = _softmax_attention(queries, keys, values, visible, scaling, softcap, sinks)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.index_select(0, blocks.outputs)[None]
+
+
+def _softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with capped scores, or with a sink per head: a score that takes its share and has no value."""
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 def _gather(states: Tensor, indices: Tensor) -> Tensor:

@@ -32,18 +32,20 @@ def label_logprobs(
     *,
     fp32: bool = False,
     in_place: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return per token the log-softmax of logits / temperature at the label, and the entropy, which has no gradient.
 
     `hidden` is [tokens, hidden], `weight` the output embedding [vocabulary, hidden]; the rest is [tokens]. Logits are
     computed in the dtype of `hidden`, or with `fp32` in float32; the softmax is always at least float32. `in_place`
-    accumulates the gradient of the weight, a parameter, in its `.grad` without a temporary of that size.
+    accumulates the gradient of the weight, a parameter, in its `.grad` without a temporary of that size. `softcap`
+    bounds the logits: softcap * tanh(logit / softcap).
     """
     if fp32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropy = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, labels, temperatures, chunk, in_place
+            hidden, weight, labels, temperatures, chunk, in_place, softcap
         )
     return logprobs, entropy
 
@@ -51,7 +53,14 @@ def label_logprobs(
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, chunk: int, in_place: bool
+        context: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        chunk: int,
+        in_place: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         passes, narrow, temperatures = _passes(hidden.device.type, wide), weight.to(hidden.dtype), temperatures.to(wide)
@@ -60,17 +69,18 @@ class _LabelLogprobs(torch.autograd.Function):
         unit = torch.empty_like(hidden) if passes_on and not learns else None
         logits = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         for part in _chunks(len(hidden), chunk):
-            values = torch.mm(hidden[part], narrow.t(), out=logits[: len(labels[part])])
+            values = _cap(torch.mm(hidden[part], narrow.t(), out=logits[: len(labels[part])]), softcap)
             inputs = values, labels[part], temperatures[part]
             logprobs[part], normalizers[part], entropy[part] = passes.score(*inputs)
             if unit is not None:
                 ones = torch.ones_like(logprobs[part])
-                gradient = passes.gradient(*inputs, logprobs[part], normalizers[part], ones)
+                slope = _slope(values, softcap)
+                gradient = _times(passes.gradient(*inputs, logprobs[part], normalizers[part], ones), slope)
                 torch.mm(gradient, narrow, out=unit[part])
         context.save_for_backward(hidden, narrow, labels, temperatures, logprobs, normalizers, unit)
         context.weight = weight if learns else None
         context.logits = logits if learns else None  # of the last chunk, with which backward begins
-        context.chunk, context.in_place = chunk, in_place
+        context.chunk, context.in_place, context.softcap = chunk, in_place, softcap
         context.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -78,9 +88,9 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(context: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, narrow, labels, temperatures, logprobs, normalizers, unit = context.saved_tensors
         if unit is not None:
-            return (unit * grad[:, None]).to(hidden.dtype), None, None, None, None, None
+            return (unit * grad[:, None]).to(hidden.dtype), None, None, None, None, None, None
         if context.weight is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         passes = _passes(hidden.device.type, logprobs.dtype)
         grad_hidden = torch.empty_like(hidden) if context.needs_input_grad[0] else None
         if context.in_place:
@@ -97,16 +107,30 @@ class _LabelLogprobs(torch.autograd.Function):
         for part in reversed(_chunks(len(hidden), context.chunk)):
             values = logits[: len(labels[part])]
             if not is_computed:
-                torch.mm(hidden[part], narrow.t(), out=values)
+                _cap(torch.mm(hidden[part], narrow.t(), out=values), context.softcap)
             is_computed = False
-            gradient = passes.gradient(
-                values, labels[part], temperatures[part], logprobs[part], normalizers[part], grad[part]
-            )
+            slope = _slope(values, context.softcap)
+            inputs = values, labels[part], temperatures[part], logprobs[part], normalizers[part], grad[part]
+            gradient = _times(passes.gradient(*inputs), slope)
             if grad_hidden is not None:
                 torch.mm(gradient, narrow, out=grad_hidden[part])
             _add_product(grad_weight, gradient.t(), hidden[part])
         returned = None if context.in_place else grad_weight.to(context.weight.dtype)
-        return grad_hidden, returned, None, None, None, None
+        return grad_hidden, returned, None, None, None, None, None
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Bound the logits in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _slope(capped: Tensor, softcap: float | None) -> Tensor | None:
+    """Return the derivative of the capped logits with respect to the plain ones; None if it is 1."""
+    return None if softcap is None else 1 - (capped / softcap) ** 2
+
+
+def _times(gradient: Tensor, slope: Tensor | None) -> Tensor:
+    return gradient if slope is None else gradient.mul_(slope)
 
 
 class _Passes(NamedTuple):

@@ -11,6 +11,7 @@ reproduce the logprobs it sampled with), adapters of embeddings, of the head, an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 
 from headrace.errors import BadInput
+from headrace.inference.weights.file_layout import as_in_files
 from headrace.transport.adapter import AdapterConfig, Matrices, merged
 
 ALL_LINEAR = "all-linear"
 _A, _B = ".lora_A", ".lora_B"
+_EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 
 
 class LoraLinear(Linear):
@@ -89,7 +92,8 @@ def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
     if not layers:
         raise BadInput(f"{type(model).__name__} has no linear layers to adapt", key="lora")
     if wanted == ALL_LINEAR:
-        return layers
+        parts = _expert_parts(model)
+        return {name: part for name, part in layers.items() if _last(name) not in parts}
     suffixes = [wanted] if isinstance(wanted, str) else wanted
     unknown = [suffix for suffix in suffixes if not any(_ends_in(name, suffix) for name in layers)]
     if unknown:
@@ -97,6 +101,15 @@ def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
         fix = f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}."
         raise BadInput(fact, key="lora.target_modules", value=unknown, fix=fix)
     return {name: part for name, part in layers.items() if any(_ends_in(name, suffix) for suffix in suffixes)}
+
+
+def _expert_parts(model: Any) -> set[str]:
+    """Return the names of an expert's layers in files, if the model has stacked them.
+
+    PEFT takes every layer of such a name for a part of the experts, also that of a shared expert or a dense layer.
+    """
+    files = as_in_files(model, {name: tensor.to("meta") for name, tensor in model.named_parameters()})
+    return {match[1] for name in files if (match := _EXPERT.search(name))}
 
 
 def _ends_in(name: str, suffix: str) -> bool:

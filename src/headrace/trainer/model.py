@@ -32,12 +32,14 @@ from headrace.inference.latents import (
     write_gates,
 )
 from headrace.inference.model_shape import check_weights
+from headrace.inference.model_support import training_obstacle
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import LatentParams
 from headrace.rollout.packing import Cost, cost_of_model
 from headrace.trainer.attention import NAME as PACKED
-from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel
+from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel, head_size, special_attention
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
+from headrace.trainer.linear_attention import separate_sequences
 from headrace.trainer.lm_head import accumulate_in_place, label_logprobs
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
 from headrace.trainer.memory_plan import (
@@ -61,8 +63,6 @@ MAX_CPU_ACTIVATION_BYTES = 1 << 30
 """Bytes of activations of a row on a CPU."""
 NEGLIGIBLE_ERROR = 1e-4
 """Typical difference of logits, as a share of the largest, that counts as rounding in float32."""
-
-_UNSUPPORTED_OPTIONS = ("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size")
 
 
 class PackedModel:
@@ -101,13 +101,15 @@ class PackedModel:
         self.files = ModelFiles(directory)
         base_dtype = dtype if lora is not None and ranks.size == 1 else torch.float32
         self.module = _make(directory, trust_remote_code, load, base_dtype)
+        separate_sequences(self.module)
         if ranks.size == 1:
             self.module.to(self.device)  # otherwise sharding moves each layer
         if load:
             self._check_packing()
         self.module.set_attn_implementation(PACKED)
         self._sizes = _sizes(self.module.config)
-        self.kernel = available_kernel(attention, self.device, dtype, self._sizes["head_dim"])
+        special = special_attention(self.module)
+        self.kernel = available_kernel(attention, self.device, dtype, head_size(self.module.config), special)
         self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
         if base_dtype != torch.float32:  # the residual stream is float32 nevertheless
             self.module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
@@ -271,7 +273,7 @@ class PackedModel:
                     exact = [self.module(input_ids=ids, use_cache=False).logits[0] for ids in inputs]
             self.module.set_attn_implementation(PACKED)
             row = make_row(sequences, self.module.device)
-            packed = hidden_states(self.module, row) @ self.module.get_output_embeddings().weight.t()
+            packed = plain_logits(self.module, hidden_states(self.module, row))
         for places, plain, expected in zip(row.places, own, exact, strict=True):
             error = typical_difference(packed[places], expected)
             rounding = typical_difference(plain, expected) + NEGLIGIBLE_ERROR * float(expected.abs().max())
@@ -322,15 +324,16 @@ class _Scorer(torch.nn.Module):
             embeddings, gates = input_embeddings(self.model, row.token_ids[0], blended)
             tokens = {"inputs_embeds": embeddings[None]}
         hidden = hidden_states(self.model, row, **tokens).to(self._dtype)
-        head = self.model.get_output_embeddings().weight
+        head, divisor = self.model.get_output_embeddings().weight, logit_divisor(self.model.config)
         logprobs, entropy = label_logprobs(
             hidden.index_select(0, predictors),
             head,
             labels,
-            temperatures,
+            temperatures if divisor == 1 else temperatures * divisor,
             max(1, len(labels)) if self.keeps_logits and torch.is_grad_enabled() else self._chunk,
             fp32=self._fp32,
             in_place=self._in_place and head.requires_grad,
+            softcap=getattr(self.model.config, "final_logit_softcapping", None),
         )
         if latents is not None and self._latents is not None and self._latents.kind == "soft":
             soft = torch.nonzero(latents.any(-1))[:, 0]
@@ -340,11 +343,11 @@ class _Scorer(torch.nn.Module):
 
     def _soft_logprobs(self, hidden: torch.Tensor, latents: torch.Tensor, params: LatentParams) -> torch.Tensor:
         """Return the logprobs of soft thoughts; each chunk of logits is computed again in the backward pass."""
-        head, table = self.model.get_output_embeddings().weight, self.model.get_input_embeddings().weight
+        table = self.model.get_input_embeddings().weight
         sigma = noise_scale(table, params)
 
         def logprobs(hidden: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-            expected = expected_embeddings(hidden @ head.to(hidden.dtype).t(), table, params)
+            expected = expected_embeddings(plain_logits(self.model, hidden), table, params)
             return gaussian_logprobs(latents, expected, sigma)
 
         pairs = zip(torch.split(hidden, self._chunk), torch.split(latents, self._chunk), strict=True)
@@ -357,6 +360,19 @@ def hidden_states(model: Any, row: PackedRow, **tokens: torch.Tensor) -> torch.T
     return model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
 
 
+def plain_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits as the model's own head computes them."""
+    head = model.get_output_embeddings().weight.to(hidden.dtype)
+    logits: torch.Tensor = hidden @ head.t() / logit_divisor(model.config)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def logit_divisor(config: Any) -> float:
+    """Return what a model divides its logits by (Granite), or 1 over what it multiplies them by (Cohere)."""
+    return float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1))
+
+
 def _sizes(config: Any) -> dict[str, int]:
     heads = config.num_attention_heads
     return {
@@ -364,7 +380,7 @@ def _sizes(config: Any) -> dict[str, int]:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "head_dim": head_size(config),
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "vocab_size": config.vocab_size,
     }
@@ -400,11 +416,5 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
 
 
 def _refuse_unsupported(config: Any, directory: Path) -> None:
-    refused = partial(UnsupportedModel, key="model.name", value=directory)
-    kinds = [name.removesuffix("_config") for name in ("vision_config", "audio_config") if hasattr(config, name)]
-    if kinds or config.get_text_config() is not config:
-        fact = f"a multimodal model ({' and '.join([config.model_type, *kinds])}): models are text only"
-        raise refused(fact, fix="Extract its language model first.")
-    for name in _UNSUPPORTED_OPTIONS:
-        if getattr(config, name, None) is not None:
-            raise refused(f"{config.model_type} uses {name}, which packed training does not compute")
+    if (obstacle := training_obstacle(config.to_dict())) is not None:
+        raise UnsupportedModel(obstacle, key="model.name", value=directory)

@@ -48,15 +48,19 @@ class PaddedBlock:
     starts: torch.Tensor | None
     """[sequences]: the position of each sequence's first query; None if 0 for all."""
 
+    @property
+    def query_positions(self) -> torch.Tensor:
+        """[sequences or 1, queries]: the position of each query in its sequence; padding has the last one."""
+        device = self.keys.device
+        starts = torch.zeros(1, dtype=torch.int64, device=device) if self.starts is None else self.starts
+        # A padding query without any key would make gradients NaN.
+        return (starts[:, None] + torch.arange(self.queries.shape[1], device=device)).clamp(max=self.keys.shape[1] - 1)
+
     def visible(self, window: int | None) -> torch.Tensor | None:
         """Return the attention mask [sequences or 1, 1, queries, keys]; None for the plain causal mask."""
         if self.starts is None and window is None:
             return None
-        device, last = self.keys.device, self.keys.shape[1] - 1
-        starts = torch.zeros(1, dtype=torch.int64, device=device) if self.starts is None else self.starts
-        # Padding queries get the last position: a query without any key would make gradients NaN.
-        positions = (starts[:, None] + torch.arange(self.queries.shape[1], device=device)).clamp(max=last)
-        distance = positions[:, None, :, None] - torch.arange(last + 1, device=device)
+        distance = self.query_positions[:, None, :, None] - torch.arange(self.keys.shape[1], device=self.keys.device)
         return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 

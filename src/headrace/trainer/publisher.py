@@ -6,8 +6,9 @@ import logging
 from collections import deque
 from pathlib import Path
 
+from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.file_layout import as_in_files
 from headrace.inference.weights.link import CarrierSetting
-from headrace.inference.weights.published import find_mismatch
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.checkpoint import ResumeError
@@ -54,18 +55,14 @@ class Publisher:
                 self._sender.share(self._size())
 
     def check_embedded(self) -> None:
-        """Raise if the embedded engine, which finds tensors by their names in memory, cannot load this model.
-
-        Versions have the names of files, which differ where transformers fuses tensors, as of experts.
-        """
+        """Raise if the embedded engine, which has tensors as in memory, cannot install them from files."""
         model = self._model
-        loaded = merged_parameters(meta_tensors(model.tensors()), scaling=1.0)
-        layers = whole_layers(model.module, loaded, model.dtype, keeper=0)
-        problem = find_mismatch(loaded, {name: tensor for layer in layers for name, tensor in layer.items()})
-        if problem is not None:
-            fact = f"the embedded engine cannot load {type(model.module).__name__} from the trainer: {problem}"
-            fix = 'Set inference.engine = "vllm", or choose a model without experts.'
-            raise UnsupportedModel(fact, key="model.name", value=model.directory, fix=fix)
+        try:
+            as_in_files(model.module, merged_parameters(meta_tensors(model.tensors()), scaling=1.0))
+        except WeightsError as error:
+            fact = f"the embedded engine cannot load {type(model.module).__name__} from the trainer: {error}"
+            fix = 'Set inference.engine = "vllm", or choose another model.'
+            raise UnsupportedModel(fact, key="model.name", value=model.directory, fix=fix) from error
 
     @property
     def host_bytes(self) -> int:

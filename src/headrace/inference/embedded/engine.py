@@ -41,6 +41,7 @@ from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
 from headrace.inference.latents import GATES
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.file_layout import as_in_files
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import BaseWeights, PublishedWeights, install, read_published
 from headrace.rollout.version import Version
@@ -122,7 +123,7 @@ class Engine:
             prefix_cache=prefix_cache,
             max_wait_steps=self.runner.max_wait_steps,
         )
-        self._parameters: dict[str, torch.Tensor] = model.state_dict()  # new weights are copied into these
+        self._parameters = as_in_files(model, model.state_dict())  # new weights are copied into these
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
         self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)

@@ -174,15 +174,13 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of the cache's batch; the model's own mask is not used."""
-    if s_aux is not None:
-        raise NotImplementedError("attention sinks")
     batch = paged.batch
     # By its storage: a model may attend to another layer's keys.
     layer = next(layer for layer in paged.used_layers() if layer.keys.data_ptr() == key.data_ptr())
     assert batch is not None
     queries = query[0].transpose(0, 1)
     parts = [
-        attend_in_group(group, queries, *layer.read(group), group.mask(sliding_window), scaling, softcap)
+        attend_in_group(group, queries, *layer.read(group), group.mask(sliding_window), scaling, softcap, s_aux)
         for group in batch.groups
     ]
     if len(queries) > batch.groups[-1].end:
@@ -198,8 +196,12 @@ def attend_in_group(
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return [token, head, dimension] of a group; its keys and values are [request, token, head, dimension]."""
+    """Return [token, head, dimension] of a group; its keys and values are [request, token, head, dimension].
+
+    `sinks` are scores, one per query head, that take their share of the attention and have no value.
+    """
     count, width = group.count, group.width
     own = queries[group.begin : group.end] if group.padded is None else queries.index_select(0, group.padded)
     query = own.view(count, width, *own.shape[1:]).transpose(1, 2)
@@ -207,11 +209,13 @@ def attend_in_group(
     shared = query.shape[1] // key.shape[1]
     if width == 1 and shared > 1:  # query heads that share a key head become its queries, without a copy of keys
         folded = query.reshape(count, key.shape[1], shared, -1)
-        attended = _softmax_attention(folded, key, value, mask, scaling, softcap)
+        sinks = None if sinks is None else sinks.view(-1, shared)
+        attended = _softmax_attention(folded, key, value, mask, scaling, softcap, sinks)
     else:
         if shared > 1:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        attended = _softmax_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+        sinks = None if sinks is None else sinks.view(-1, 1)
+        attended = _softmax_attention(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2)
     output = attended.reshape(count * width, query.shape[1], -1)
     return output if group.kept is None else output.index_select(0, group.kept)
 
@@ -223,15 +227,26 @@ def gather_blocks(states: Tensor, tables: Tensor) -> Tensor:
 
 
 def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if softcap is None:
+    """Attend in each head; `sinks` are [head, 1 or query]."""
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
-    weights = torch.softmax(scores + mask, -1, dtype=torch.float32)
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, :, None].expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
 

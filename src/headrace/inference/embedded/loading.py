@@ -26,13 +26,14 @@ from headrace.inference.embedded.self_check import UnsupportedModel, check_engin
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
 from headrace.inference.latents import add_gates
 from headrace.inference.model_shape import check_weights
+from headrace.inference.model_support import embedded_obstacle
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.weights import GATES_FILE
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 """Types whose positions depend on the longest sequence of a forward."""
+OTHER_ENGINE = 'Set inference.engine = "vllm".'
 MAX_BFLOAT16_SLOWDOWN = 8
 """How many times slower than float32 bfloat16 may be on a CPU that has instructions for it."""
 
@@ -81,19 +82,11 @@ def refuse_unsupported(model: Any, longest: int) -> None:
     """Raise for a model whose attention, or positions up to `longest`, the engine does not implement."""
     name = type(model).__name__
     config = model.config.get_text_config()
-    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if unsupported:
-        raise UnsupportedModel(
-            f"has {', '.join(unsupported)} layers; the embedded engine supports full and sliding-window attention",
-            key="model",
-            value=name,
-        )
+    if (obstacle := embedded_obstacle(config.to_dict())) is not None:
+        raise UnsupportedModel(obstacle, key="model", value=name, fix=OTHER_ENGINE)
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            "does not support transformers' attention interface, which the embedded engine needs",
-            key="model",
-            value=name,
-        )
+        fact = "does not support transformers' attention interface, which the embedded engine needs"
+        raise UnsupportedModel(fact, key="model", value=name, fix=OTHER_ENGINE)
     settings = getattr(config, "rope_parameters", None) or {}  # for all layers, or by type of layer
     for rope in [settings] if "rope_type" in settings else settings.values():
         if not isinstance(rope, dict):

@@ -5,9 +5,6 @@ started with, so that nothing of earlier versions is left: in float32, and only 
 type. For an engine on a GPU these weights are read once and kept in pinned memory, and each version is merged on the
 GPU while the engine samples. On a CPU they are read for each version, from the page cache; also for a GPU if host
 memory is too small to keep them: one by one while the engine pauses, so that there is no second copy of the model.
-
-Left out on purpose: checkpoints whose tensors transformers renames while loading (fused experts); the trainer
-refuses them before its first step (`Publisher.check_embedded`).
 """
 
 from __future__ import annotations
@@ -65,8 +62,8 @@ def read_published(
 ) -> PublishedWeights:
     """Read a published directory; raises `WeightsError` if it is incomplete, damaged or of another version.
 
-    `parameters` are those of the model that the weights are for, and `base` is what it was loaded from. Tensors that
-    are still in the trainer's memory come through `receive`.
+    `parameters` are those of the model that the weights are for, as its files have them (`file_layout`), and `base` is
+    what it was loaded from. Tensors that are still in the trainer's memory come through `receive`.
     """
     marker = read_checked_marker(directory, version)
     try:

@@ -1,0 +1,1 @@
+"""`headrace models`: the families of models, and what works with each."""

@@ -1,0 +1,48 @@
+"""The table of families, for `headrace models` and docs/reference/models.md (`make docs`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from headrace.tools.models.families import FAMILIES
+
+PREFACE = """\
+# Models
+
+`make docs` writes this page; `headrace models` prints the table. `tests/models` trains, samples, publishes, adapts and
+exports a tiny random model of each family, and compares it with plain transformers: the loss and gradients of packed
+rows with shared prefixes; the logprobs of the engine with chunked prompts, cached prefixes and seeds; new weights in
+the engine, from files and from the trainer's memory; LoRA adapters in PEFT; the exported model in transformers.
+
+A family that is not in the table may work: trainer and engine compare themselves with the plain model when they load
+it, and refuse a model that they do not reproduce. Models with images or sound are refused, and so are models with an
+encoder.
+
+- **Experts** are stacked in memory and stored one by one in files; the conversion is transformers' own. Adapters of
+  models with experts change the attention, unless `target_modules` names other layers.
+- **Capped attention scores** (Gemma 2), **attention sinks** (gpt-oss) and **compressed keys** (DeepSeek) are trained
+  with `trainer.attention = "sdpa"`, which `auto` chooses for them: slower on a GPU than flash attention.
+- **Linear attention** (Qwen3.5) computes a shared prefix once per sequence.
+- transformers' own faster attention ignores capped scores: compare with `attn_implementation="eager"`.
+"""
+
+
+def table() -> str:
+    """Return the families as a table in Markdown."""
+    rows = [("family", "models", "experts", "training", "embedded engine")]
+    for name, family in FAMILIES.items():
+        engine = f"no: {family.engine}" if family.engine else "yes"
+        rows.append((name, family.models, "yes" if family.experts else "", "yes", engine))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    return f"{PREFACE}\n{table()}"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())
