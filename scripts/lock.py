@@ -13,7 +13,19 @@ import tomllib
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from install import DEV_LOCK, RAY_LOCK, ROOT, RUNTIME_LOCK, InstallError, Stage, create, install_torch, locked, pip
+from install import (
+    DEV_LOCK,
+    RAY_LOCK,
+    ROOT,
+    RUNTIME_LOCK,
+    VIEW_LOCK,
+    InstallError,
+    Stage,
+    create,
+    install_torch,
+    locked,
+    pip,
+)
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -29,7 +41,8 @@ def main() -> None:
     runtime = [*project["project"]["dependencies"], *project["build-system"]["requires"], *BUILD]
     dev = [*runtime, *project["project"]["optional-dependencies"]["dev"]]
     ray = [*runtime, *project["project"]["optional-dependencies"]["ray"]]
-    locks = (RUNTIME_LOCK, DEV_LOCK, RAY_LOCK)
+    view = [*runtime, *project["project"]["optional-dependencies"]["view-tests"]]
+    locks = (RUNTIME_LOCK, DEV_LOCK, RAY_LOCK, VIEW_LOCK)
     known = "".join(f"{lock.read_text()}\n" for lock in locks if lock.exists() and not upgrade)
     torch = locked(RUNTIME_LOCK)["torch"]  # moved by hand: the tested version is part of the design
     with tempfile.TemporaryDirectory() as scratch:
@@ -40,16 +53,17 @@ def main() -> None:
         pins = Path(scratch) / "torch.txt"
         pins.write_text(f"torch=={torch}\n")
         install_torch(environment, pins)
-        for what, requirements in (("runtime", runtime), ("test", dev), ("Ray's", ray)):
+        for what, requirements in (("runtime", runtime), ("test", dev), ("Ray's", ray), ("a browser's", view)):
             with Stage(f"resolving {what} packages"):
                 pip(environment, "--constraint", str(constraints), "--constraint", str(pins), *requirements)
         found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
-        needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray))
+        needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray, view))
         versions = {name: d.version.partition("+")[0] for name, d in found.items()}
     write(RUNTIME_LOCK, "Everything Headrace needs to run", {name: versions[name] for name in needed})
     for lock, what, names in (
         (DEV_LOCK, "What tests and checks need", more[0]),
         (RAY_LOCK, "Ray and its packages", more[1]),
+        (VIEW_LOCK, "The driver of a browser and its packages", more[2]),
     ):
         write(lock, f"{what} besides requirements.lock", {name: versions[name] for name in names - needed})
 

@@ -55,17 +55,19 @@ def test_the_vllm_for_cpus_sees_no_gpu(given: list[str], hidden: bool) -> None:
     assert "pytest tests/vllm" in output
 
 
-def test_the_environment_of_ray_sees_the_packages_of_the_runtime_and_has_no_torch_of_its_own(
-    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("lock", ["RAY_LOCK", "VIEW_LOCK"])
+def test_an_environment_beside_the_runtime_sees_its_packages_and_has_no_torch_of_its_own(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lock: str
 ) -> None:
-    own, shared = (tmp_path / name / "lib" / "python3.12" / "site-packages" for name in ("ray", "runtime"))
+    own, shared = (tmp_path / name / "lib" / "python3.12" / "site-packages" for name in ("beside", "runtime"))
     for folder in (own, shared):
         folder.mkdir(parents=True)
     (shared / "only_in_the_runtime.py").touch()
     monkeypatch.setattr(install, "pip", lambda environment, *arguments: None)
     monkeypatch.setattr(install, "run", lambda environment, *arguments: "version 0\n")
-    install.install_ray(tmp_path / "ray", tmp_path / "runtime")
+    install.install_beside(tmp_path / "runtime", tmp_path / "beside", getattr(install, lock), "package")
     code = f"import site; site.addsitedir({str(own)!r}); import only_in_the_runtime"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert not {"torch", "headrace"} & set(install.locked(install.RAY_LOCK))
-    assert not set(install.locked(install.RAY_LOCK)) & set(install.locked(install.RUNTIME_LOCK))
+    packages = set(install.locked(getattr(install, lock)))
+    assert not {"torch", "headrace"} & packages
+    assert not packages & set(install.locked(install.RUNTIME_LOCK))

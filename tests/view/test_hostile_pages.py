@@ -1,0 +1,60 @@
+"""Names and texts of a run cannot change a page: they are shown as text, and their size does not freeze it."""
+
+import pytest
+
+from headrace.safe_text import escape_control
+from tests.view.conftest import Browsing
+from tests.view.hostile_run import CONTROL, LENGTHS, MARKUP, NAME, STEP
+
+pytestmark = pytest.mark.view
+
+RAW = "/[\\u0000-\\u0008\\u000b-\\u001f\\u202a-\\u202e\\u2066-\\u2069\\u200b]/.test(document.body.textContent)"
+INJECTED = "document.querySelectorAll('main script, main img, main b[onmouseover]').length"
+
+
+def open_hostile(browsing: Browsing, *parts: object) -> None:
+    browsing.go("run", browsing.run_id(NAME), *parts)
+    assert browsing.page.evaluate(INJECTED) == 0
+    assert not browsing.page.evaluate(RAW)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(), ("steps",), ("step", STEP), ("step", STEP, "group", 0), ("draws",), ("evaluation",), ("settings",)],
+    ids=lambda parts: "-".join(map(str, parts)) or "overview",
+)
+def test_no_page_takes_markup_or_control_characters_from_a_run(browsing: Browsing, parts: tuple[object, ...]):
+    open_hostile(browsing, *parts)
+    assert escape_control(NAME) in browsing.page.inner_text(".crumbs")
+
+
+def test_hostile_names_are_text_in_the_list_of_runs(browsing: Browsing):
+    assert escape_control(NAME) in browsing.text("table")
+    assert browsing.page.evaluate(INJECTED) == 0 and not browsing.page.evaluate(RAW)
+
+
+def test_a_hostile_conversation_is_shown_as_it_was_written(browsing: Browsing):
+    open_hostile(browsing, "step", STEP, "rollout", 0)
+    shown = browsing.page.text_content("main")
+    assert shown is not None
+    assert MARKUP in shown and escape_control(CONTROL) in shown
+
+
+def test_every_character_that_python_escapes_is_escaped_in_the_browser(browsing: Browsing):
+    characters = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x10000), *range(0xE0000, 0xE1000)]]
+    escaped = browsing.page.evaluate("characters => characters.filter(c => HR.text(c) !== c)", characters)
+    assert escaped == [character for character in characters if escape_control(character) != character]
+
+
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
+def test_the_page_answers_while_it_shows_a_rollout_of_any_size(browsing: Browsing, row: int):
+    page = browsing.page
+    open_hostile(browsing, "step", STEP, "rollout", row)
+    page.locator(".token-text").scroll_into_view_if_needed()
+    page.locator(".token-text span").first.wait_for()
+    assert page.evaluate("document.querySelectorAll('.token-text span').length") <= min(LENGTHS[row], 12_000)
+    page.locator(".token-text").focus()
+    page.keyboard.press("End")
+    last = LENGTHS[row] - 1
+    browsing.wait("n => document.querySelector('.numbers').textContent.replaceAll(',', '').includes(String(n))", last)
+    assert page.locator(".token-text span.at").get_attribute("data-i") == str(last)
