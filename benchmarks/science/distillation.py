@@ -1,4 +1,4 @@
-"""On-policy distillation against GRPO: steps to the teacher's level, from the same start at the same learning rate.
+"""On-policy distillation against GRPO: steps to the teacher's reward, from the same start at the same learning rate.
 
 The teacher, of the same size, saw only reversals, so that it reverses most words; the start copies three in four.
 Distillation has a signal for every token, GRPO one number for a reply.
@@ -12,9 +12,9 @@ from benchmarks.science.miniature import Played, Setting
 
 GRPO = ("examples/reverse-text/rl.toml", "benchmarks/science/reversal.toml")
 TEACHER = "benchmarks/science/teacher.toml"
-REACHED = 0.95
-"""Share of the teacher's reward that counts as its level."""
-STEPS = "steps to the teacher's level"
+REACHED = 0.85
+"""Share of the teacher's reward that counts as reached."""
+STEPS = f"steps to {REACHED} of the teacher's reward"
 
 
 def measure(played: Played) -> dict[str, float]:
@@ -22,7 +22,7 @@ def measure(played: Played) -> dict[str, float]:
 
 
 def steps_to_teacher(run: Run, all_runs: dict[str, Run]) -> dict[str, float]:
-    """Return the first evaluated step at the teacher's level; the last step if none was, which is a lower bound."""
+    """Return the first evaluated step that reached the teacher; the last step if none was, which is a lower bound."""
     points = run["curves"]["reward"]
     level = REACHED * all_runs["teacher"]["curves"]["reward"][0][1]
     return {STEPS: next((step for step, reward in points if reward >= level), points[-1][0])}

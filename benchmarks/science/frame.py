@@ -170,7 +170,7 @@ def report(experiment: Experiment, runs: Mapping[str, Runs], folder: Path, name:
     console = Console(width=180)
     console.print(contender_table(experiment, runs))
     console.print(claim_table(summary))
-    (folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(summary) + "\n")
     curves = {
         contender: [[(x, y) for x, y in result["curves"][experiment.plotted]] for result in by_seed.values()]
         for contender, by_seed in runs.items()

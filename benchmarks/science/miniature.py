@@ -93,7 +93,7 @@ class InProcessEngine:
         return Completion(result.token_ids, result.logprobs, spans, result.finish_reason)
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:
-        params = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0, seed=0)
+        params = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0)
         result = await asyncio.wrap_future(self.engine.submit(token_ids, params, urgent=urgent).future)
         assert result.prompt_logprobs is not None
         return Scores(result.prompt_logprobs, self.engine.version)

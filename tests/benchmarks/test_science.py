@@ -62,8 +62,8 @@ def test_differences_are_paired_by_seed_and_every_number_is_written(tmp_path: Pa
 
 def test_steps_to_the_teacher_count_to_the_first_evaluation_at_its_level() -> None:
     teacher = {"teacher": run_of(1.0, 0.0)}
-    assert steps_to_teacher(run_of(0.2, 0.96, 0.9), teacher) == {STEPS: 1}
-    assert steps_to_teacher(run_of(0.2, 0.3, 0.94), teacher) == {STEPS: 2}
+    assert steps_to_teacher(run_of(0.2, 0.86, 0.8), teacher) == {STEPS: 1}
+    assert steps_to_teacher(run_of(0.2, 0.3, 0.84), teacher) == {STEPS: 2}
 
 
 @pytest.mark.parametrize("name", NAMES)
