@@ -1,9 +1,10 @@
 """How hard tokens pull, by hand."""
 
+import numpy as np
 import pytest
 
-from headrace.rollout.routing import GradientShare, gradient_shares
-from headrace.rollout.types import Rollout
+from headrace.rollout.routing import GradientShare, gradient_shares, token_gradients
+from headrace.rollout.types import Rollout, Sample
 from tests.rollout.strategies import sample
 
 
@@ -41,3 +42,14 @@ def test_members_without_what_they_are_trained_with_are_refused(streams: dict[st
     credited = {"advantages": [0, 1, 1], **streams} if streams else {}
     with pytest.raises(ValueError, match=words):
         gradient_shares(Rollout(samples=[sample(1, 2, **credited)]))
+
+
+def test_the_gradient_of_a_penalty_is_that_of_its_formula():
+    sample = Sample([1, 2, 3], [False, True, True], [0.0, -1.0, -2.0], [-1, 0, 0], 1)
+    sample.set_stream("advantages", [0.0, 0.5, 0.5])
+    sample.set_stream("k3_weights", [0.0, 0.1, 0.1])
+    assert token_gradients(sample)["k3"][1].tolist() == [0.0, 0.0]  # only the trainer knows its reference
+    sample.set_stream("kl_logprobs", [np.nan, -1.5, np.nan])
+    members, sizes = token_gradients(sample)["k3"]
+    assert members.tolist() == [1, 2]
+    assert sizes == pytest.approx([0.1 * (1 - np.exp(-0.5)), 0.0], abs=1e-7)

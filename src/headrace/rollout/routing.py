@@ -79,6 +79,8 @@ def token_gradients(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         rl      |A| * w
         ce      w
         ref_kl  |ref - logprob| * w
+        k2      |logprob - reference| * w                0 where only the trainer knows the reference
+        k3      |exp(reference - logprob) - 1| * w       the same
 
     The trainer divides a component by its member tokens in the whole step; callers that have the whole step do the
     same. This is a proxy: it leaves out what a loss masks or clips, how far the policy has moved since, and how
@@ -86,7 +88,9 @@ def token_gradients(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
     weights = {"rl": sample.streams.get("rl_weights", np.ones(len(sample))) * sample.mask}
     weights |= {
-        name: sample.streams[f"{name}_weights"] for name in ("ce", "ref_kl") if f"{name}_weights" in sample.streams
+        name: sample.streams[f"{name}_weights"]
+        for name in ("ce", "ref_kl", "k2", "k3")
+        if f"{name}_weights" in sample.streams
     }
     gradients = {}
     for component, weight in weights.items():
@@ -101,6 +105,13 @@ def _slopes(component: str, sample: Sample, members: np.ndarray) -> np.ndarray |
     """Return the derivative of the loss at each member token, for a weight of 1."""
     if component == "ce":
         return 1.0
+    if component in ("k2", "k3"):
+        if "kl_logprobs" not in sample.streams:
+            return 0.0
+        gap: np.ndarray = np.nan_to_num(
+            sample.streams["kl_logprobs"][members].astype(np.float64) - sample.logprobs[members]
+        )
+        return gap if component == "k2" else np.asarray(np.expm1(gap))
     stream = "advantages" if component == "rl" else "ref_logprobs"
     if stream not in sample.streams:
         raise ValueError(f"a sample has {component} tokens but no {stream}: its algorithm has not set them")

@@ -18,7 +18,7 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.tools.view.events import RunEvents
 from headrace.tools.view.export import export
 from headrace.tools.view.runs import RunFolder
-from headrace.tools.view.series import MetricsTable, downsample
+from headrace.tools.view.series import MetricsTable, downsample, sample_records
 from headrace.tools.view.token_text import INCOMPLETE, texts_of
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
@@ -288,6 +288,36 @@ def test_a_run_that_is_still_empty_can_be_opened(tmp_path: Path):
     for path in ("", "/series", "/lanes", "/evaluation"):
         answer(client, base + path)
     assert client.get(f"{base}/draws").status_code == 404
+
+
+def test_a_run_of_another_kind_has_the_same_pages(client: TestClient):
+    base = f"/api/runs/{run_id(client, 'sft')}"
+    described = answer(client, base)
+    assert described["kind"] == "sft"
+    assert "Loss" in [chart["title"] for chart in described["charts"]]
+    assert [lane["process"] for lane in answer(client, f"{base}/lanes")["lanes"]] == ["trainer"]
+
+
+def test_a_long_run_is_sampled_at_a_few_places(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    padding = {f"padding/{number}": 0.5 for number in range(100)}
+    lines = [{"step": step, "time": 1.0, "loss": step / 10, **padding} for step in range(1, 1001)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = sample_records(path, ("loss",), 24)
+    assert len(records) == 24
+    assert [records[0].step, records[-1].step] == [1, 1000]
+    assert all(record.f0 == record.step / 10 for record in records)
+    assert np.all(np.diff([record.step for record in records]) > 0)
+
+
+def test_a_damaged_rollout_is_an_error_of_one_answer(tmp_path: Path):
+    shutil.copytree(RL.root, tmp_path / "rl")
+    (tmp_path / "rl" / "rollouts" / "step-00000002.parquet").write_bytes(b"PAR1 not a table PAR1")
+    client = browser(tmp_path)
+    base = f"/api/runs/{run_id(client, 'rl')}"
+    assert client.get(f"{base}/steps/2").status_code == 400
+    assert "step-00000002.parquet" in client.get(f"{base}/steps/2").json()["error"]
+    assert client.get(f"{base}/steps/3").status_code == 200
 
 
 def test_an_export_has_the_answers_of_the_server(tmp_path: Path):

@@ -37,7 +37,8 @@ ENVIRONMENT_SEED = re.compile(r"orchestrator\.(train|eval)\.env\.\d+\.args\.seed
 def settings_of(tree: Mapping[str, Any]) -> Settings:
     """Return a saved configuration by dotted key, without the keys that are not compared."""
     ignored = (*NOT_COMPARED, *SHARED["output_dir"])
-    return {key: value for key, value in leaves(tree).items() if not any(_inside(key, section) for section in ignored)}
+    inside = tuple(f"{section}." for section in ignored)
+    return {key: value for key, value in leaves(tree).items() if key not in ignored and not key.startswith(inside)}
 
 
 def _inside(key: str, section: str) -> bool:

@@ -19,6 +19,8 @@ from headrace.observe.metrics import Tail
 from headrace.tools.view.runs import RunFolder, ViewedRun, list_runs, saved_files, status_of
 
 POLL_S = 1.0
+FOLDER_POLL_S = 3.0
+"""Looking at hundreds of runs takes longer."""
 KEEP_ALIVE_S = 15.0
 VOLATILE = ("silent_s", "waiting_s", "problem_s", "gauges")
 """Entries of a process that change with every reading; they alone are no reason for an event."""
@@ -71,11 +73,11 @@ class FolderEvents:
         return [("runs", {"runs": changed}, None)] if changed else []
 
 
-def stream(request: Request, read: Callable[[], Events]) -> StreamingResponse:
-    return StreamingResponse(_follow(request, read), media_type="text/event-stream")
+def stream(request: Request, read: Callable[[], Events], poll_s: float = POLL_S) -> StreamingResponse:
+    return StreamingResponse(_follow(request, read, poll_s), media_type="text/event-stream")
 
 
-async def _follow(request: Request, read: Callable[[], Events]) -> AsyncIterator[bytes]:
+async def _follow(request: Request, read: Callable[[], Events], poll_s: float) -> AsyncIterator[bytes]:
     yield b": connected\n\n"
     sent_at = time.monotonic()
     while not await request.is_disconnected():
@@ -85,7 +87,7 @@ async def _follow(request: Request, read: Callable[[], Events]) -> AsyncIterator
         if time.monotonic() - sent_at > KEEP_ALIVE_S:
             sent_at = time.monotonic()
             yield b": alive\n\n"
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
 
 
 def as_event(name: str, content: Any, number: int | None) -> bytes:

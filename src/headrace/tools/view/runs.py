@@ -34,7 +34,7 @@ MAX_RUNS = 2000
 SCAN_INTERVAL_S = 2.0
 SILENT_S = 30.0
 """A launcher writes its heartbeat every few seconds; after this time without, it is dead or its host is."""
-SPARKLINE_POINTS = 40
+SPARKLINE_POINTS = 24
 REWARDS = ("reward/all/mean", "loss")
 """The metric of the sparkline: the first that a run has."""
 TAIL_BYTES = 64 << 10

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 CHUNK_BYTES = 2 << 20
 NAMES_BYTES = 256 << 10
 """At either end of a large file, what is searched for the names of metrics."""
-WINDOW_BYTES = 16 << 10
+WINDOW_BYTES = 8 << 10
 """What is read at one place of a large file to find a record."""
 SPARSE = ("eval/", "drift/")
 """Prefixes of metrics whose records follow no order of steps: they are recorded when they are done."""
@@ -32,7 +34,8 @@ class Column(msgspec.Struct):
     values: array[float]
 
 
-def record_decoder(names: Sequence[str]) -> msgspec.json.Decoder[Any]:
+@lru_cache(maxsize=32)
+def record_decoder(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
     """Return a decoder of lines to structs with a `step` and a field `f0`, `f1`, ... for each name."""
     fields: list[Any] = [("step", int), *((f"f{index}", Value, None) for index in range(len(names)))]
     rename = {f"f{index}": name for index, name in enumerate(names)}
@@ -99,7 +102,7 @@ class MetricsTable:
         """Append the records between two places of the file to columns; return the end of the last whole line."""
         if not names or start >= end:
             return start
-        decoder = record_decoder(names)
+        decoder = record_decoder(tuple(names))
         fields = [(f"f{index}", self._columns[name]) for index, name in enumerate(names)]
         with open(self.path, "rb") as file:
             file.seek(start)
@@ -131,8 +134,8 @@ def in_order(name: str, column: Column) -> tuple[np.ndarray, np.ndarray]:
 def read_lines(path: Path, start: int, limit: int) -> bytes:
     """Return the whole lines among `limit` bytes from a place of the file on."""
     with open(path, "rb") as file:
-        file.seek(max(0, start - 1))
-        content = file.read(limit)
+        file.seek(max(0, start - 1))  # to see whether a line begins at `start`
+        content = file.read(limit + (start > 0))
     if start:
         content = content.partition(b"\n")[2]
     return content[: content.rfind(b"\n") + 1]
@@ -141,18 +144,20 @@ def read_lines(path: Path, start: int, limit: int) -> bytes:
 def sample_records(path: Path, names: Sequence[str], count: int) -> list[Any]:
     """Return about `count` records that have any of the metrics, evenly over the file, and the first and the last."""
     size = path.stat().st_size
-    decoder = record_decoder(names)
+    decoder, fields = record_decoder(tuple(names)), [f"f{index}" for index in range(len(names))]
 
-    def matching(content: bytes) -> list[Any]:
-        records = decode_lines(decoder, content)
-        return [r for r in records if any(getattr(r, f"f{n}") is not None for n in range(len(names)))]
+    def matching(lines: Iterable[bytes]) -> Iterator[Any]:
+        for line in lines:
+            for record in decode_lines(decoder, line):
+                if any(getattr(record, field) is not None for field in fields):
+                    yield record
 
     if size <= count * WINDOW_BYTES:
-        return matching(read_lines(path, 0, size))
+        return list(matching([read_lines(path, 0, size)]))
     places = [size * index // count for index in range(count - 1)]
-    found = [matching(read_lines(path, place, WINDOW_BYTES))[:1] for place in places]
-    found.append(matching(read_lines(path, size - 4 * WINDOW_BYTES, 4 * WINDOW_BYTES))[-1:])
-    return [record for records in found for record in records]
+    windows = [read_lines(path, place, WINDOW_BYTES).splitlines() for place in places]
+    windows.append(read_lines(path, size - 4 * WINDOW_BYTES, 4 * WINDOW_BYTES).splitlines()[::-1])
+    return [record for lines in windows for record in islice(matching(lines), 1)]
 
 
 def downsample(steps: np.ndarray, values: np.ndarray, buckets: int) -> dict[str, Any]:

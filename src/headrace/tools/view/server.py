@@ -30,8 +30,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.errors import BadInput, Failure
-from headrace.tools.view.events import FolderEvents, RunEvents, stream
+from headrace.errors import BadInput
+from headrace.tools.view.events import FOLDER_POLL_S, FolderEvents, RunEvents, stream
 from headrace.tools.view.routes import ROUTES, number
 from headrace.tools.view.runs import NotFound, RunFolder
 
@@ -57,7 +57,6 @@ MEDIA_TYPES = {
     ".png": "image/png",
 }
 LIVE_MODE = b'window.HEADRACE = {mode: "live"};\n'
-NO_PAGE = b"<!doctype html><title>headrace</title>"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -129,7 +128,7 @@ def json_reply(content: Any, status: int = 200) -> Response:
 
 def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = ()) -> ASGIApp:
     """Return the application; `names` are further names of this host that a browser may use."""
-    static = {"index.html": NO_PAGE} | page_files() | {"mode.js": LIVE_MODE}
+    static = page_files() | {"mode.js": LIVE_MODE}
 
     async def index(request: Request) -> Response:
         return Response(static["index.html"], media_type=MEDIA_TYPES[".html"])
@@ -151,7 +150,7 @@ def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = 
         return stream(request, RunEvents(run, start))
 
     async def folder_events(request: Request) -> Response:
-        return stream(request, FolderEvents(folder))
+        return stream(request, FolderEvents(folder), FOLDER_POLL_S)
 
     routes = [
         Route("/", index),
@@ -177,8 +176,9 @@ def _endpoint(
             return error_reply(str(error), 404)
         except BadInput as error:
             return error_reply(str(error), 400)
-        except Failure as error:
-            return error_reply(str(error), 500)
+        except Exception as error:  # a damaged file; the page says which answer is missing
+            log.exception("%s cannot be answered", request.url.path)
+            return error_reply(f"{type(error).__name__}: {error}", 500)
 
     return endpoint
 
@@ -195,7 +195,8 @@ def serve(folder: RunFolder, host: str, port: int, open_browser: bool, show: Cal
         fix = "Choose another, or leave it out for any free port."
         raise BadInput(f"cannot listen on {host}: {error.strerror}", key="--port", value=port, fix=fix) from error
     port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
-    shown = f"[{host}]" if ":" in host else host
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    shown = f"[{name}]" if ":" in name else name
     url = f"http://{shown}:{port}/?token={token}"
     app = make_app(folder, token, port, (shown,))
     server = uvicorn.Server(

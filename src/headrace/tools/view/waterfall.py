@@ -28,6 +28,8 @@ LOSS_FORMULAS = {
     "rl": "|advantage| * weight / tokens that rl trains in the step",
     "ce": "weight / tokens that ce trains in the step",
     "ref_kl": "|reference logprob - logprob| * weight / tokens that ref_kl trains in the step",
+    "k2": "|logprob - reference logprob| * weight / tokens that k2 trains in the step",
+    "k3": "|exp(reference logprob - logprob) - 1| * weight / tokens that k3 trains in the step",
 }
 LOSS_KEYS = {"rl": "trainer.loss", "ref_kl": "trainer.ref_kl"}
 Stage = Literal["reward", "credit", "tokens", "weight", "gradient"]
