@@ -29,6 +29,8 @@ from tests.simulation.world import World
 MEMORY_DISK = Path("/dev/shm")
 KILL_STEPS = 2
 """By how much longer a run with kills is, so that they are about two seconds apart."""
+MAX_RESTARTS = 20
+"""In runs with kills: a process may be killed several times before its next step."""
 ROWS = {
     "no failures": {},
     "slow": {"slow_share": 0.05},
@@ -84,7 +86,8 @@ def main() -> None:
     for name in arguments.rows:
         changes = dict(ROWS[name])
         if "kills" in changes:
-            changes |= {"kills": arguments.kills, "max_steps": KILL_STEPS * arguments.steps}
+            steps = KILL_STEPS * arguments.steps
+            changes |= {"kills": arguments.kills, "max_steps": steps, "max_restarts": MAX_RESTARTS}
         with tempfile.TemporaryDirectory(dir=MEMORY_DISK if MEMORY_DISK.is_dir() else None) as directory:
             world = World(replace(base, **changes), Path(directory), arguments.seed)
             try:

@@ -46,6 +46,8 @@ class Settings:
     """An adapter's: the trainer's host sends it to every server."""
     uplink: float = 12.5e9
     """Bytes per second that the trainer's host sends."""
+    max_restarts: int = 3
+    """Of a process, without a new step in between."""
     kills: int = 0
     kinds: Mapping[str, float] = field(default_factory=lambda: KILLS)
     """Shares of the kinds of kills."""

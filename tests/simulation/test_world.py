@@ -61,6 +61,16 @@ def test_every_draw_is_trained_once_or_dropped_with_a_reason_whatever_is_killed(
 @pytest.mark.timeout(3600)
 def test_a_thousand_kills_among_512_servers_lose_nothing(tmp_path: Path) -> None:
     large = {"hosts": 64, "gpus_per_host": 8, "trainer_hosts": 4, "in_flight": 10_000, "batch_size": 2048, "spares": 0}
-    result = play(tmp_path, 0, **large, max_steps=60, mean_tokens=6000, step_s=20.0, server_start_s=40.0, kills=1000)
+    result = play(
+        tmp_path,
+        0,
+        **large,
+        max_steps=60,
+        mean_tokens=6000,
+        step_s=20.0,
+        server_start_s=40.0,
+        kills=1000,
+        max_restarts=20,
+    )
     assert result.violations == []
     assert result.kills.total() == 1001

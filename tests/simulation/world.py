@@ -176,6 +176,7 @@ class World:
             "trainer_nodes": settings.trainer_hosts,
             "inference_nodes": settings.hosts,
             "spare_nodes": settings.spares,
+            "max_restarts": settings.max_restarts,
         }
         tree = {
             "output_dir": str(self.run.root),
