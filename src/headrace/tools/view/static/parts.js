@@ -30,7 +30,7 @@
   const MORE_ROWS = 60;
   /* columns: [{key, title, value(row), show(row), sorts}]. Missing values come last in either direction. Rows are added
   as the end of the table comes near. */
-  HR.Table = ({ label, columns, rows, first = null, descending = false, id = (row, i) => i }) => {
+  HR.Table = ({ label, columns, rows, first = null, descending = false, id = null }) => {
     const [sort, setSort] = useState({ key: first, down: descending });
     const [limit, setLimit] = useState(MORE_ROWS);
     const end = useRef();
@@ -59,9 +59,14 @@
       const isNumber = typeof value === "number" || value === null || value === undefined;
       return html`<td key=${c.key} class=${isNumber || c.right ? "right" : ""}>${isNumber ? number(value) : typeof value === "string" ? text(value) : value}</td>`;
     };
+    const lines = useMemo(() => new Map(), [columns]); // an unchanged row is not compared again when others are added
+    const line = (row) => {
+      if (!lines.has(row)) lines.set(row, html`<tr key=${id ? id(row) : lines.size}>${columns.map((c) => cell(c, row))}</tr>`);
+      return lines.get(row);
+    };
     return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
       <thead><tr>${columns.map(head)}</tr></thead>
-      <tbody>${sorted.slice(0, limit).map((row, i) => html`<tr key=${id(row, i)}>${columns.map((c) => cell(c, row))}</tr>`)}</tbody>
+      <tbody>${sorted.slice(0, limit).map(line)}</tbody>
     </table>${limit < sorted.length && html`<p ref=${end} class="muted">${number(sorted.length - limit)} more rows</p>`}</div>`;
   };
 

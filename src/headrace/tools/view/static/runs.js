@@ -8,7 +8,7 @@
 
   HR.pages.runs = () => {
     const state = HR.useData("/api/runs");
-    const settings = HR.useData(HR.has("/api/settings") ? "/api/settings" : null).data;
+    const settings = HR.useData(state.data && HR.has("/api/settings") ? "/api/settings" : null).data; // slower than the list
     const [changed, setChanged] = useState({});
     const [chosen, setChosen] = useState([]);
     const [filter, setFilter] = useState("");
