@@ -87,11 +87,11 @@ def token_gradients(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     strongly a token's logprob depends on the weights.
     """
     weights = {"rl": sample.streams.get("rl_weights", np.ones(len(sample))) * sample.mask}
-    weights |= {
-        name: sample.streams[f"{name}_weights"]
-        for name in ("ce", "ref_kl", "k2", "k3")
-        if f"{name}_weights" in sample.streams
-    }
+    for name in ("ce", "ref_kl", "k2", "k3"):
+        if f"{name}_weights" in sample.streams:
+            weights[name] = sample.streams[f"{name}_weights"]
+            if name in ("k2", "k3"):  # penalties of tokens outside the rl loss are ignored
+                weights[name] = weights[name] * sample.rl_members
     gradients = {}
     for component, weight in weights.items():
         members = np.flatnonzero(weight[1:]) + 1  # the first token of a sequence has no loss

@@ -13,6 +13,7 @@ from headrace.config.algorithms import ALGORITHMS
 from headrace.rollout.routing import GradientShare, gradient_shares
 from headrace.rollout.types import Rollout, Sample
 from headrace.tools.check_algorithm.fixtures import (
+    TEACHER,
     Case,
     FakeModel,
     Fixtures,
@@ -38,6 +39,9 @@ VARIANTS = [
     {"type": "hierarchical_grpo", "episode_agents": ["b"]},
     {"type": "rlcsd", "normalization": "rollout_mean", "length_penalty": {"type": "linear"}},
     {"type": "rae", "decay": 0.5},
+    {"type": "grpo", "normalize": "std", "kl": {"coef": 0.1}},
+    {"type": "grpo", "kl": {"coef": 0.1, "reference": TEACHER}},
+    {"type": "max_rl", "kl": {"coef": 0.1, "place": "reward", "reference": TEACHER}},
 ]
 CHANGES_TOKENS = ("rlcsd",)
 Explained = tuple[CaseResult, list[CreditTerm]]
@@ -58,6 +62,18 @@ def cases(fixtures: Fixtures) -> list[Case]:
     return make_cases(fixtures, {}, seed=7)
 
 
+async def terms_before(session: Session, result: CaseResult, state: Any) -> list[CreditTerm]:
+    """Return the terms that the algorithm names in the state before it credited a group."""
+    algorithm, after = session.algorithm, session.algorithm.state()
+    if algorithm.keeps_state():
+        algorithm.load_state(state)
+    views = [RolloutView(rollout, result.credited.task) for rollout in result.credited.rollouts]
+    terms = algorithm.credit_terms([algorithm.charged(view) for view in views])
+    if algorithm.keeps_state():
+        algorithm.load_state(after)
+    return terms
+
+
 async def credit(section: dict[str, Any], fixtures: Fixtures, cases: list[Case], credited: list[Explained]) -> None:
     """Credit random groups in one batch; append each, with the terms that the algorithm named before.
 
@@ -66,11 +82,12 @@ async def credit(section: dict[str, Any], fixtures: Fixtures, cases: list[Case],
     config, model = algorithm_config(section, "test"), FakeModel()
     async with Session.open(make_factory(config), model, fixtures.host(model)) as session:
         for case in cases:
-            terms = session.algorithm.credit_terms([RolloutView(rollout, case.task) for rollout in case.rollouts])
+            state = session.algorithm.state()
             try:
-                credited.append((await session.credit(case), terms))
+                result = await session.credit(case)
             except HookFailed:
                 continue  # a case that this algorithm refuses
+            credited.append((result, await terms_before(session, result, state)))
         await session.ship([result for result, _ in credited])
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 import headrace.runfile.run  # noqa: F401  (registers the algorithms)
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView
+from headrace.algorithms.kl import make_algorithm
 from headrace.config.algorithms import ALGORITHMS
 from headrace.errors import BadInput
 from headrace.inference.client.reference import Reference
@@ -120,13 +121,14 @@ def _terms(
     try:
         config = ALGORITHMS.section(kind).model_validate({k: v for k, v in table.items() if k not in IMPORTS})
         seq_len = int(run.settings().get("seq_len") or 1)
-        algorithm: Algorithm = config.make(msgspec.structs.replace(_CONTEXT, seq_len=seq_len))
+        algorithm = make_algorithm(config, msgspec.structs.replace(_CONTEXT, seq_len=seq_len))
     except (KeyError, ValueError, BadInput) as error:
         notes.append(f"{section} is not an algorithm of this version: {error}")
         return []
     if algorithm.keeps_state() and not _load_state(run, rollout, algorithm, config):
         notes.append("The state of the algorithm before this group is not known: its baseline begins at 0.")
-    return algorithm.credit_terms([RolloutView(member, Task(member.env, {}, member.task_key)) for member in group])
+    views = [RolloutView(member, Task(member.env, {}, member.task_key)) for member in group]
+    return algorithm.credit_terms([algorithm.charged(view) for view in views])
 
 
 def _load_state(run: ViewedRun, rollout: Rollout, algorithm: Algorithm, config: Any) -> bool:

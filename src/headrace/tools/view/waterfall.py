@@ -104,7 +104,10 @@ def _add_credit(
         key = f"{section}.{term.key}" if term.key else f"{section}.type"
         raw, part = float(term.raw[index]), float(term.values[index])
         baseline = float(np.broadcast_to(term.baseline, term.raw.shape)[index])
-        result.add("credit", term.name, raw, term.formula, key)
+        charged = raw - rollout.reward if term is terms[0] else 0.0
+        result.add("credit", term.name, raw - charged, term.formula, key)
+        if abs(charged) > ROUNDING * max(abs(raw), abs(rollout.reward)):
+            result.add("credit", "KL penalty in the reward", charged, "-coef * estimated KL", f"{section}.kl")
         if baseline:
             result.add("credit", f"baseline of the {term.name}", -baseline, term.formula, key)
         if abs(scaled := part - (raw - baseline)) > ROUNDING * max(abs(part), abs(raw)):
