@@ -102,6 +102,7 @@ ALGORITHMS: list[Any] = [
         "filter": {"import_path": "a:b", "kwargs": {"c": 1}},
     },
     {"type": "opd", "model": TEACHER},
+    {"type": "grpo_distill", "model": TEACHER, "ref_kl_weight": 0.5},
     "opsd",
     {
         "type": "opsd",
