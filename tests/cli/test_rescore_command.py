@@ -273,13 +273,13 @@ def test_what_cannot_be_told_is_refused_with_a_way_out(
 def test_a_policy_that_a_users_algorithm_would_ask_is_gone(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    algorithm = "headrace.algorithms.opsd:Opsd"
-    assert 'model = "/no/such/model": ' in refusal(capsys, run, "--algo", algorithm)
+    algorithm = ["--algo", "headrace.algorithms.opsd:Opsd", "--algo.teacher", "policy"]
+    assert 'model = "/no/such/model": ' in refusal(capsys, run, *algorithm)
     (tmp_path / "config.json").write_text("{}")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))
     run.dir.config.write_text(run.dir.config.read_text().replace("/no/such/model", str(tmp_path)))
-    assert "asks the policy, and the policy of that time is gone" in refusal(capsys, run, "--algo", algorithm)
+    assert "asks the policy, and the policy of that time is gone" in refusal(capsys, run, *algorithm)
 
 
 def test_rollouts_that_another_model_played_have_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

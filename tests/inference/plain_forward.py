@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
+from headrace.inference.weights.file_layout import as_in_files
 from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
 
@@ -65,7 +66,7 @@ def assert_nothing_left(engine: Engine) -> None:
 
 def weights_of(model: Any, version: Version) -> PublishedWeights:
     """A model's weights as they would be read, without a disk."""
-    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.clone() for name, tensor in as_in_files(model, model.state_dict()).items()}
     return PublishedWeights(version, f"of {version}", tensors)
 
 

@@ -19,6 +19,7 @@ from tests.observe.metrics_page import ANY, documented, first_cells, names_in, u
 
 SOURCE = Path(__file__).parents[2] / "src" / "headrace"
 WRITERS = [file for room in ("trainer", "orchestrator") for file in sorted((SOURCE / room).rglob("*.py"))]
+WRITERS.append(SOURCE / "inference" / "latents.py")
 """Algorithms have a table of their own, in docs/reference/algorithms.md."""
 SERVER = {name for name in documented() if name.startswith("headrace_")}
 NEVER_RECORDED = {"cancelled"}

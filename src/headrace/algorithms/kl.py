@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext, RolloutView, Survivor
-from headrace.algorithms.teacher import NO_REFERENCE, Scorer
+from headrace.algorithms.teacher import NO_REFERENCE, Scorer, own_prompt
 from headrace.config.algorithms import AlgorithmConfig, KlConfig
 from headrace.config.model import FrozenModelConfig
 from headrace.inference.client.reference import Reference, ReferenceFailed
@@ -85,7 +85,7 @@ class KlPenalty:
             return
         kept = [survivor for survivor in batch if not survivor.drop_reason]
         pairs = [(survivor, sample) for survivor in kept for sample in survivor.samples]
-        outcomes = await self._scorer.score([([], sample) for _, sample in pairs])
+        outcomes = await self._scorer.score([(own_prompt(sample), sample) for _, sample in pairs])
         for (survivor, sample), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, ReferenceFailed):
                 survivor.drop(NO_REFERENCE, str(outcome))
@@ -95,7 +95,7 @@ class KlPenalty:
     async def _score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         assert self._scorer is not None, "a penalty in the reward has a frozen reference"
         scores = []
-        for outcome in await self._scorer.score([([], sample) for sample in samples]):
+        for outcome in await self._scorer.score([(own_prompt(sample), sample) for sample in samples]):
             if isinstance(outcome, ReferenceFailed):
                 raise outcome
             scores.append(outcome)

@@ -72,8 +72,7 @@ class TaughtAlgorithm(Algorithm):
         `prompts` replace the prompts of the batch's samples, in order.
         """
         samples = [sample for survivor in batch for sample in survivor.samples]
-        own = (sample.token_ids[: sample.prompt_length].tolist() for sample in samples)
-        jobs = list(zip(own if prompts is None else prompts, samples, strict=True))
+        jobs = list(zip(map(own_prompt, samples) if prompts is None else prompts, samples, strict=True))
         outcomes = iter(await self._scorer.score(jobs))
         failures = 0
         for survivor in batch:
@@ -86,6 +85,11 @@ class TaughtAlgorithm(Algorithm):
                     sample.set_stream("ref_logprobs", outcome)
         self.tally.count("prefills", len(jobs) - failures)
         self.tally.count("failures", failures)
+
+
+def own_prompt(sample: Sample) -> list[int]:
+    prompt: list[int] = sample.token_ids[: sample.prompt_length].tolist()
+    return prompt
 
 
 class Scorer:

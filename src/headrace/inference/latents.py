@@ -94,7 +94,7 @@ def write_gates(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def input_embeddings(model: Any, ids: Tensor, latents: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return x of each token, and the values of its gates: for a model with gates the hybrid form, else the soft one.
+    """Return x of each token, and metrics of its gates: for a model with gates the hybrid form, else the soft one.
 
     `ids` are [tokens], and `latents` [tokens, size].
     """
@@ -105,8 +105,8 @@ def input_embeddings(model: Any, ids: Tensor, latents: Tensor) -> tuple[Tensor, 
         return torch.where(is_blended, latents.to(e.dtype), e), {}
     kept, added, gated = gates(e, latents)
     x = (kept * e.float() + added * gated).to(e.dtype)
-    norms = gated.norm(dim=-1)
-    values = {"embeds_ratio": kept.mean(-1), "latent_ratio": added.mean(-1), "latent_norm": norms}
+    values = {"latents/embeds_ratio": kept.mean(-1), "latents/latent_ratio": added.mean(-1)}
+    values["latents/latent_norm"] = gated.norm(dim=-1)
     return torch.where(is_blended, x, e), {name: value[is_blended[:, 0]] for name, value in values.items()}
 
 

@@ -35,7 +35,7 @@ from headrace.rollout.types import Sample
 from headrace.trainer.checkpoint import ResumeError
 from headrace.trainer.forward_passes import sequence_logprobs
 from headrace.trainer.loss import Loss, LossOutputs, PackedInputs, masked_mean
-from headrace.trainer.sft import DPO, SftTrainer
+from headrace.trainer.sft import SftTrainer
 from headrace.trainer.sft_data import Example, Rows
 from headrace.transport.digests import check_directory
 
@@ -64,10 +64,10 @@ def pair_loss(inputs: PackedInputs, *, loss: str, beta: float) -> LossOutputs:
     else:
         losses = -logsigmoid(margins)
     metrics = {
-        f"{DPO}accuracy": masked_mean((margins > 0).to(margins.dtype), exists),
-        f"{DPO}margin": masked_mean(margins, exists),
-        f"{DPO}chosen_reward": masked_mean(beta * chosen, exists),
-        f"{DPO}rejected_reward": masked_mean(beta * rejected, exists),
+        "dpo/accuracy": masked_mean((margins > 0).to(margins.dtype), exists),
+        "dpo/margin": masked_mean(margins, exists),
+        "dpo/chosen_reward": masked_mean(beta * chosen, exists),
+        "dpo/rejected_reward": masked_mean(beta * rejected, exists),
     }
     return LossOutputs(losses.where(exists, 0.0).sum(), metrics)
 

@@ -157,7 +157,7 @@ class TrainStep:
         """Return a micro-batch's share of the step's loss."""
         scores = self.model.score(batch.row, batch.predictors, batch.labels, batch.temperatures, batch.latents)
         logprobs, entropy, total, gates = scores
-        sums.add({f"latents/{name}": _sum_and_count(values) for name, values in gates.items()})
+        sums.add({name: _sum_and_count(values) for name, values in gates.items()})
         sums.add({"entropy": _sum_and_count(entropy)})
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
