@@ -1,6 +1,6 @@
 """Pictures of the main pages for the documentation, made only on request.
 
-make test-view ARGS="tests/view/test_pictures.py --screenshots docs/images/view --pictured outputs"
+make test-view ARGS="-k pictured --screenshots docs/images/view --pictured outputs"
 """
 
 from pathlib import Path
