@@ -18,10 +18,6 @@ _LAYER = "linear_attn"
 """The name that transformers gives these layers."""
 
 
-def has_linear_attention(model: Any) -> bool:
-    return any(name.endswith(f".{_LAYER}") for name, _ in model.named_modules())
-
-
 def separate_sequences(model: Any) -> None:
     """Make the linear attention of a model read packed rows sequence by sequence; other inputs work as before."""
     for name, layer in model.named_modules():
@@ -35,10 +31,10 @@ def _forward(plain: Any, hidden_states: Tensor, layout: RowLayout | None = None,
         return plain(hidden_states=hidden_states, **options)  # type: ignore[no-any-return]
     tokens, sequences = hidden_states[0], layout.sequences
     if isinstance(sequences, PaddedBlocks):
-        outputs = [
-            plain(hidden_states=tokens[block.keys])[torch.arange(len(block.keys))[:, None], block.query_positions]
-            for block in sequences.blocks
-        ]
+        outputs = []
+        for block in sequences.blocks:
+            rows = torch.arange(len(block.keys), device=tokens.device)[:, None]
+            outputs.append(plain(hidden_states=tokens[block.keys])[rows, block.query_positions])
         return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, sequences.outputs)[None]
     places, queries = _padded(sequences)
     return plain(hidden_states=tokens[places]).flatten(0, 1).index_select(0, queries)[None]  # type: ignore[no-any-return]

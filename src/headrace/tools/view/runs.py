@@ -310,7 +310,7 @@ def _process(status: ObservedStatus) -> dict[str, Any]:
         "state": status.state,
         "waiting_for": status.waiting_for,
         "waiting_s": status.age(status.waiting_since) if status.waiting_for else 0.0,
-        "silent_s": status.silent_s,
+        "silent_s": None if status.state == "finished" else status.silent_s,
         "problem": status.problem,
         "problem_s": status.age(status.problem_since) if status.problem else 0.0,
         "progress": "" if status.progress is None else str(status.progress),
