@@ -1,7 +1,8 @@
 """A large shape on one GPU: planned, trained, saved, killed and resumed, as a user's run would be.
 
     python -m benchmarks.end_to_end.sizes --model 1.7b [--steps 10] [--interval 3] [--kill-after 7] [--KEY VALUE ...]
-    python -m benchmarks.end_to_end.sizes --model 8b --steps 5 --interval 2 --kill-after 3 --trainer.optim.state_bits 8
+    python -m benchmarks.end_to_end.sizes --model 8b --steps 40 --interval 8 --kill-after 13 --end-after 10 \\
+        --trainer.optim.state_bits 8
     python -m benchmarks.end_to_end.sizes --model 32b --steps 5 --interval 2 --kill-after 3 \\
         --trainer.lora.r 16 --trainer.lora.save_merged false --weights /dev/shm
 
@@ -115,6 +116,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--interval", type=int, default=3, help="steps between two checkpoints")
     parser.add_argument("--kill-after", type=int, default=7, metavar="STEP")
+    parser.add_argument(
+        "--end-after", type=int, metavar="STEP", help="kill the resumed run too, where a disk holds one checkpoint"
+    )
     parser.add_argument("--weights", type=Path, help="where the weights are written (default: a temporary directory)")
     parser.add_argument("--directory", type=Path, help="where the run is written (default: a temporary directory)")
     arguments, overrides = parser.parse_known_args()
@@ -140,7 +144,8 @@ def main() -> None:
         command += overrides
         subprocess.run([*command, "--dry-run"], check=True)
         first = run_part("until it was killed", command, run, lambda step: step >= arguments.kill_after)
-        resumed = run_part("resumed", [*command, "--resume"], run, lambda step: False)
+        end_after = arguments.end_after or arguments.steps + 1
+        resumed = run_part("resumed", [*command, "--resume"], run, lambda step: step >= end_after)
         console.print(table_of([first, resumed]))
         subprocess.run([sys.executable, "-m", "headrace", "audit", str(run.root)], check=False)
         for line in (run.logs / "trainer.log").read_text(errors="replace").splitlines():
