@@ -165,6 +165,20 @@ def free_memory() -> int:
     return HostMemory().free()
 
 
+def file_system(directory: Path) -> str:
+    """Return the type of file system of a directory, such as `ext4`; empty where the kernel has no list of mounts."""
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        return ""
+    resolved, best = directory.resolve(), (0, "")
+    for line in table.read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        mount_point, kind = Path(fields.split()[4]), source.split()[0]
+        if resolved.is_relative_to(mount_point):
+            best = max(best, (len(mount_point.parts), kind))
+    return best[1]
+
+
 def raise_open_file_limit() -> None:
     """Raise this process's limit of open files to `MAX_OPEN_FILES`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

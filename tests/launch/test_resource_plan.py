@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,12 @@ def test_published_versions_are_in_host_memory_or_on_disk() -> None:
         version,  # the last one
         3 * version,
     )
+
+
+def test_a_run_directory_in_memory_counts_as_host_memory() -> None:
+    in_memory = planned(rl(), QWEN_4B, replace(H200, disk_is_memory=True))
+    assert size(in_memory, "host memory", "run directory") == budget(in_memory, "disk").needed
+    assert size(planned(rl(), QWEN_4B), "host memory", "run directory") == 0
 
 
 def test_an_adapter_has_a_narrow_base_and_small_checkpoints() -> None:

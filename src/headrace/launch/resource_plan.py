@@ -55,6 +55,8 @@ class Machine:
     """What other programs leave of it now."""
     free_disk: int | None = None
     """Free space of the run directory's disk, and what the run occupies there already."""
+    disk_is_memory: bool = False
+    """Whether that disk is a memory file system, such as /dev/shm."""
 
 
 class Part(NamedTuple):
@@ -388,6 +390,8 @@ class _Planner:
         total = self.machine.host_memory
         if self.links:
             parts.append(Part("published versions", publish_bytes(self.parameters, self.compute_bytes)))
+        if self.machine.disk_is_memory and self.machine.free_disk is not None:
+            parts.append(Part("run directory", self._disk(self.machine.free_disk).needed))
         left = max(0, total - sum(part.size for part in parts))
         saving = save_bytes(self._checkpoint_bytes(), left, self.ranks)
         parts.append(Part("saving a checkpoint", saving, is_certain=False))

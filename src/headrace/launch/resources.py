@@ -22,7 +22,7 @@ from headrace.launch.resource_plan import (
     plan_resources,
 )
 from headrace.launch.supervisor import MEMORY_ADVICE
-from headrace.machine import HostMemory, gpu_memory
+from headrace.machine import HostMemory, file_system, gpu_memory
 
 MIN_SHOWN_SHARE = 0.01
 """Share of a resource that a run must need for a line about it."""
@@ -68,12 +68,13 @@ def plan_here(config: AnyRun, shape: ModelShape, machine: Machine | None = None)
 def measure(output_dir: Path | None) -> Machine:
     """Return the sizes of this machine; `output_dir` is on the disk that counts."""
     memory = HostMemory()
-    free_disk = None
+    free_disk, is_memory = None, False
     if output_dir is not None:
         path = output_dir.absolute()
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         free_disk = shutil.disk_usage(existing).free + occupied_bytes(path)
-    return Machine(gpu_memory(), memory.total(), memory.swap(), memory.free(), free_disk)
+        is_memory = file_system(existing) == "tmpfs"
+    return Machine(gpu_memory(), memory.total(), memory.swap(), memory.free(), free_disk, is_memory)
 
 
 def occupied_bytes(run: Path) -> int:

@@ -15,6 +15,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from headrace.machine import file_system
 from headrace.transport.journal_schema import has_log, log_of
 
 FIRST_JOURNAL = "journal.sqlite"
@@ -79,13 +80,5 @@ def is_shared_between_hosts(directory: Path) -> bool:
 
 def network_file_system(directory: Path) -> str | None:
     """Return the type of file system of a directory if it is a network file system."""
-    table = Path("/proc/self/mountinfo")
-    if not table.exists():
-        return None
-    resolved, best = directory.resolve(), (0, "")
-    for line in table.read_text().splitlines():
-        fields, _, source = line.partition(" - ")
-        mount_point, kind = Path(fields.split()[4]), source.split()[0]
-        if resolved.is_relative_to(mount_point):
-            best = max(best, (len(mount_point.parts), kind))
-    return best[1] if best[1].startswith(_NETWORK_FILE_SYSTEMS) or best[1] == "fuse" else None
+    kind = file_system(directory)
+    return kind if kind.startswith(_NETWORK_FILE_SYSTEMS) or kind == "fuse" else None
