@@ -124,13 +124,18 @@ QWEN3 = {
         "num_attention_heads": 64,
         "tie_word_embeddings": False,
     },
+    "30b-a3b": {
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"num_hidden_layers": 12, "tie_word_embeddings": False},  # of 48 layers: 8 of 30 billion parameters
+    },
 }
-"""What sets the sizes of Qwen3 apart; vocabulary, and heads of keys and values are the same."""
+"""What sets the sizes of Qwen3 apart; the vocabulary is the same, and mostly the heads of keys and values."""
 
 
 def qwen3_config(size: str) -> Any:
     """The configuration of a size of Qwen3, or of Qwen2.5-0.5B ("0.5b")."""
-    from transformers import Qwen2Config, Qwen3Config
+    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     if size == "0.5b":
         return Qwen2Config(
@@ -145,12 +150,11 @@ def qwen3_config(size: str) -> Any:
             dtype="bfloat16",
         )
 
-    return Qwen3Config(
+    return (Qwen3MoeConfig if "num_experts" in QWEN3[size] else Qwen3Config)(
         vocab_size=151_936,
-        num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
-        **{"tie_word_embeddings": True, **QWEN3[size]},
+        **{"num_key_value_heads": 8, "tie_word_embeddings": True, **QWEN3[size]},
         dtype="bfloat16",
     )
 

@@ -1,11 +1,11 @@
 """The embedded engine beside vLLM on one GPU: many requests at once, with the sampled tokens' logprobs.
 
-    python -m benchmarks.inference.gpu [--models 0.6b 4b] [--only embedded vllm] [--requests 256 1024]
+    python -m benchmarks.inference.gpu [--models 0.6b 4b 30b-a3b] [--only embedded vllm] [--requests 256 1024]
 
-Random weights of Qwen3-0.6B's and Qwen3-4B's sizes in bfloat16; 256 prompt tokens and 512 new ones for each request,
-all of them at once, temperature 1, no prompt twice, no prefix cache, equal bytes for keys and values. Every engine is
-a process of its own, and has the GPU to itself: they import while weights are written, and are made and measured one
-after the other.
+Random weights of Qwen3-0.6B's and Qwen3-4B's sizes in bfloat16, or of 12 layers of Qwen3-30B-A3B; 256 prompt tokens
+and 512 new ones for each request, all of them at once, temperature 1, no prompt twice, no prefix cache, equal bytes for
+keys and values. Every engine is a process of its own, and has the GPU to itself: they import while weights are
+written, and are made and measured one after the other.
 `start` is making the engine, imports not counted. `prefill` is the load with a single new token; what is left
 over the other tokens is `ms/step`. Medians, and (least to most).
 
@@ -37,7 +37,7 @@ PROMPT, COMPLETION = 256, 512
 VOCAB = 151_936
 KV_TOKENS = 802_816
 """Room for keys and values: 1,024 requests of 768 tokens, and a little more."""
-KV_BYTES_PER_TOKEN = {"0.6b": 2 * 28 * 8 * 128 * 2, "4b": 2 * 36 * 8 * 128 * 2}
+KV_BYTES_PER_TOKEN = {"0.6b": 2 * 28 * 8 * 128 * 2, "4b": 2 * 36 * 8 * 128 * 2, "30b-a3b": 2 * 12 * 4 * 128 * 2}
 MAX_MODEL_LEN = 1024
 WARM_UP_TOKENS = 16
 NAMES = ("embedded", "vllm")

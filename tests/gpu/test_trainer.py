@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
@@ -42,19 +42,22 @@ def clean() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True},
+}
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    return write_random_model(tmp_path_factory.mktemp("model"), config)
+    return write_random_model(tmp_path_factory.mktemp("model"), Qwen3Config(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def directory_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Every token takes all experts: then rounding cannot send it to another one.
+    experts = {"num_experts": 16, "num_experts_per_tok": 16, "moe_intermediate_size": 64}
+    return write_random_model(tmp_path_factory.mktemp("experts"), Qwen3MoeConfig(**SIZES, **experts))
 
 
 def samples_of(lengths: list[int], seed: int = 0) -> list[Sample]:
@@ -114,6 +117,22 @@ def test_a_step_in_bfloat16_has_the_gradients_of_one_in_float32(directory: Path,
     assert not {name: errors[name] / norms[name] for name in norms if errors[name] > 0.15 * norms[name]}
 
 
+@pytest.mark.parametrize(("mode", "compile"), [(False, False), ("selective", True), ("full", True)])
+def test_grouped_experts_in_bfloat16_have_the_gradients_of_a_loop_in_float32(
+    directory_with_experts: Path, mode: Mode, compile: bool, monkeypatch: pytest.MonkeyPatch
+):
+    samples = ROWS["several"]
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.trainer.model.GROUPED", "eager")
+        metrics, expected = gradients(directory_with_experts, samples, dtype=torch.float32, attention="sdpa")
+    found, given = gradients(
+        directory_with_experts, samples, dtype=torch.bfloat16, activation_checkpointing=mode, compile=compile
+    )
+    assert found["loss"] == pytest.approx(metrics["loss"], abs=0.02)
+    errors = [float((given[name] - gradient).norm()) for name, gradient in expected.items()]
+    assert np.hypot.reduce(errors) < 0.03 * np.hypot.reduce([float(each.norm()) for each in expected.values()])
+
+
 def test_a_matrix_product_is_added_to_float32_without_rounding_it_first():
     generator = torch.Generator(CUDA).manual_seed(0)
     left, right = (torch.randn(64, 300, device=CUDA, generator=generator).bfloat16() for _ in range(2))
@@ -164,9 +183,10 @@ def test_every_row_runs_the_program_of_the_warmup(directory: Path):
     assert counters["unique_graphs"] == programs
 
 
-def test_no_micro_batch_waits_for_the_gpu(directory: Path):
+@pytest.mark.parametrize("kind", ["directory", "directory_with_experts"])
+def test_no_micro_batch_waits_for_the_gpu(kind: str, request: pytest.FixtureRequest):
     """What is queued behind a running step must not wait for it: only the end of a step does."""
-    model = PackedModel(directory, dtype=torch.bfloat16, longest=2048)
+    model = PackedModel(request.getfixturevalue(kind), dtype=torch.bfloat16, longest=2048)
     step = TrainStep(model, Optimizer(model.named_parameters()), LOSSES)
     for samples in ROWS.values():
         step.run(pack(samples, 2048), lr=1e-4)

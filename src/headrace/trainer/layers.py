@@ -38,7 +38,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.headrace.attend.default,
 }
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default}
 
 MIN_OFFLOADED_BYTES = 1 << 20
 """Smaller tensors stay on the GPU: the copy would cost more than it saves."""
@@ -72,8 +72,8 @@ def _save_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPo
 def _save_attention_and_products(_: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     keep = operator in _ATTENTION
     if operator in _MATRIX_PRODUCTS:
-        left, right = args[-2:]
-        keep = 16 * left.shape[1] > right.shape[1]  # a short inner dimension, as of an adapter, is cheap to recompute
+        left, right = args[1:3] if operator is _aten.addmm.default else args[:2]
+        keep = 16 * left.shape[-1] > right.shape[-1]  # a short inner dimension, as of an adapter, is cheap to recompute
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

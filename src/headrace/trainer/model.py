@@ -38,6 +38,7 @@ from headrace.inference.schema import LatentParams
 from headrace.rollout.packing import Cost, cost_of_model
 from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel, head_size, special_attention
+from headrace.trainer.experts import NAME as GROUPED
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
 from headrace.trainer.linear_attention import separate_sequences
 from headrace.trainer.lm_head import accumulate_in_place, label_logprobs
@@ -106,7 +107,7 @@ class PackedModel:
             self.module.to(self.device)  # otherwise sharding moves each layer
         if load:
             self._check_packing()
-        self.module.set_attn_implementation(PACKED)
+        _use_packed_code(self.module)
         self._sizes = _sizes(self.module.config)
         special = special_attention(self.module)
         self.kernel = available_kernel(attention, self.device, dtype, head_size(self.module.config), special)
@@ -271,7 +272,7 @@ class PackedModel:
             else:
                 with WiderType(self.module.dtype):
                     exact = [self.module(input_ids=ids, use_cache=False).logits[0] for ids in inputs]
-            self.module.set_attn_implementation(PACKED)
+            _use_packed_code(self.module)
             row = make_row(sequences, self.module.device)
             packed = plain_logits(self.module, hidden_states(self.module, row))
         for places, plain, expected in zip(row.places, own, exact, strict=True):
@@ -413,6 +414,11 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     return module
+
+
+def _use_packed_code(module: Any) -> None:
+    module.set_attn_implementation(PACKED)
+    module.set_experts_implementation(GROUPED)
 
 
 def _refuse_unsupported(config: Any, directory: Path) -> None:
