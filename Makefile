@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view wheel lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root) and Ray"
 	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
 	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root)"
+	@echo "make wheel      build the wheel and the source distribution in dist/"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
@@ -32,7 +33,7 @@ help:
 	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
-	$(BIN)/headrace rl examples/reverse-text/rl.toml $(ARGS)
+	$(BIN)/headrace demo $(ARGS)
 
 test: lint
 	$(WORKERS) $(ARGS)
@@ -67,6 +68,10 @@ test-view: $(DEV) .venv-view/.installed
 # own vLLM servers, with their memory and threads.
 test-vllm: $(DEV) $(VLLM)
 	$(if $(VLLM),CUDA_VISIBLE_DEVICES= )HEADRACE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+# The build backend is in the lock, so that nothing is downloaded.
+wheel: $(RUNTIME)
+	$(BIN)/python -m hatchling build -d dist
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -1,13 +1,16 @@
-"""How vLLM for CPUs is installed and tested with: what does not work is explained, and GPUs stay out of it; and Ray."""
+"""How Headrace, vLLM for CPUs and Ray are installed: one set of versions, no GPU builds, explained failures."""
 
 import importlib.util
 import shutil
 import subprocess
 import sys
+import tomllib
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,3 +74,16 @@ def test_an_environment_beside_the_runtime_sees_its_packages_and_has_no_torch_of
     packages = set(install.locked(getattr(install, lock)))
     assert not {"torch", "headrace"} & packages
     assert not packages & set(install.locked(install.RUNTIME_LOCK))
+
+
+def test_the_locked_versions_satisfy_all_extras_together(install: ModuleType) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locks = [install.locked(getattr(install, f"{name}_LOCK")) for name in ("RUNTIME", "DEV", "RAY", "VIEW")]
+    versions = {name: version for lock in locks for name, version in lock.items()}
+    assert all(lock[name] == versions[name] for lock in locks for name in lock)
+    extras = project["optional-dependencies"]
+    (everything,) = map(Requirement, extras.pop("all"))
+    assert everything.extras == extras.keys() - {"dev", "view-tests"}
+    for text in chain(project["dependencies"], *extras.values()):
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(versions[requirement.name]), text

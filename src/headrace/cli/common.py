@@ -38,6 +38,10 @@ OWN_OPTIONS = frozenset(
 def add_run_arguments(parser: argparse.ArgumentParser, override: str) -> None:
     """Add the arguments of a command that starts a run from files; `override` is an example of an override."""
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="run files, merged left to right")
+    add_start_options(parser, override)
+
+
+def add_start_options(parser: argparse.ArgumentParser, override: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     again = parser.add_mutually_exclusive_group()
     add_resume(again)
@@ -106,6 +110,12 @@ def importable(given: str, what: str) -> str:
         raise BadInput(f"the {what} in it is not named", file=path, fix=f"Write {path}:NAME.")
     sys.path.insert(0, str(path.resolve().parent))
     return f"{path.stem}:{name}"
+
+
+def refuse_occupied(directory: Path) -> None:
+    """Raise `BadInput` unless `directory` can be written: it does not exist, or is empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise BadInput("exists and is not an empty directory", key="DIR", value=directory, fix="Give another.")
 
 
 def positive(text: str) -> int:

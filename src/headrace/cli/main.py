@@ -17,9 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
-from headrace import __version__
 from headrace.cli.common import RUN_FILES, separate_overrides
 from headrace.errors import BAD_INPUT, FENCED, RESTART_RUN, BadInput, Failure, Fenced, Repaired
 from headrace.safe_text import CONTINUATION, escape_output
@@ -44,6 +43,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "demo": Command("training", "train a tiny model in a few minutes, without a GPU, and see its reward rise.", "all"),
     "rl": Command("training", "train a model with reinforcement learning; supervises the three processes.", "all"),
     "sft": Command("training", "train a model on examples.", "all"),
     "dpo": Command("training", "train a model on preference pairs: chosen and rejected completions.", "all"),
@@ -53,6 +53,7 @@ COMMANDS = {
     ),
     "serve": Command("serve", "serve a model over HTTP, or the model of a run.", "all"),
     "chat": Command("chat", "chat with a model, the model of a run, or any OpenAI-compatible server.", "dotted"),
+    "examples": Command("examples", "list the example run files, or copy them."),
     "new": Command("new", "write the skeleton of an environment, with a test and run files."),
     "probe": Command("probe", "test an environment before training: hostile answers, prompts, rewards.", "dotted"),
     "check-algorithm": Command("check_algorithm", "test an algorithm with worked numbers and invariants.", "dotted"),
@@ -76,6 +77,7 @@ COMMANDS = {
     "pull": Command("hub", "download a run, a model or a dataset from the Hugging Face hub."),
     "tokens": Command("runs", "show the tokens of a training step with their effect on its gradient."),
     "init-model": Command("models", "write a new model with random weights."),
+    "env": Command("env", "report versions and the machine, for bug reports; no secrets."),
 }
 
 
@@ -129,7 +131,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Asynchronous reinforcement learning and distillation for language models.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    parser.add_argument("--version", action=ShowVersions, nargs=0, help="print the versions that matter, and stop")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
@@ -140,6 +142,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     kind = COMMANDS[chosen].overrides
     own, overrides = separate_overrides(argv, dotted=kind == "dotted") if kind else (list(argv), [])
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))
+
+
+class ShowVersions(argparse.Action):
+    """`--version`, whose text is not made before it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from headrace.cli.env import versions
+
+        print(*(f"{name} {version}" for name, version in versions().items()), sep="\n")
+        parser.exit()
 
 
 def run_command(arguments: argparse.Namespace) -> int:

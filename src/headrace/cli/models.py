@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headrace.cli.common import refuse_occupied
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints
 from headrace.rollout.batch import DamagedFile
@@ -39,7 +40,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    _refuse_occupied(arguments.target)
+    refuse_occupied(arguments.target)
     checkpoint = _find_checkpoint(arguments.source, arguments.step)
     from headrace.trainer.learner import export
 
@@ -57,11 +58,6 @@ def run_export(arguments: argparse.Namespace) -> int:
         raise
     print(f"wrote {arguments.target}, the model of {checkpoint}")
     return 0
-
-
-def _refuse_occupied(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise BadRequest("exists and is not an empty directory", key="DIR", value=directory, fix="Give another.")
 
 
 def _find_checkpoint(source: Path, step: int | None) -> Path:
@@ -84,7 +80,7 @@ def configure_init_model(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init_model(arguments: argparse.Namespace) -> int:
-    _refuse_occupied(arguments.directory)
+    refuse_occupied(arguments.directory)
     from headrace.trainer.tiny import write_tiny_model
 
     write_tiny_model(arguments.directory, arguments.seed)

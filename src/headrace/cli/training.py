@@ -1,4 +1,4 @@
-"""`headrace rl`, `headrace sft` and `headrace dpo`: from files on the command line to a launched run."""
+"""`headrace rl`, `sft`, `dpo` and `demo`: from files on the command line to a launched run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 
-from headrace.cli.common import add_run_arguments
+from headrace.cli.common import add_run_arguments, add_start_options
+from headrace.cli.examples import DEMO, examples_directory
 from headrace.cli.prepare import Kind, PreparedRun, notify, prepare
 from headrace.config.dpo import DpoConfig
 from headrace.config.sft import SftConfig
@@ -45,6 +46,12 @@ def configure_sft(parser: argparse.ArgumentParser) -> None:
 configure_dpo = configure_sft
 
 
+def configure_demo(parser: argparse.ArgumentParser) -> None:
+    add_start_options(parser, "--max_steps 20")
+    _add_print(parser)
+    parser.set_defaults(files=[examples_directory() / DEMO])
+
+
 def _add_print(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="with launch.on slurm: write the batch script, submit nothing"
@@ -53,6 +60,9 @@ def _add_print(parser: argparse.ArgumentParser) -> None:
 
 def run_rl(arguments: argparse.Namespace) -> int:
     return _run(RunConfig, arguments)
+
+
+run_demo = run_rl
 
 
 def run_sft(arguments: argparse.Namespace) -> int:
