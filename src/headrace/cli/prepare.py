@@ -123,9 +123,8 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
 
 def _dry_run(config: RunConfig | OfflineConfig, checked: Subject) -> list[str]:
     """Return what the checks found, where the processes would run, and what they need of this machine."""
-    from headrace.launch.placement_table import describe_placement
+    from headrace.launch.placement_table import describe_placement, on_this_machine
     from headrace.launch.resources import plan_here
-    from headrace.launch.run import on_this_machine
 
     is_local = config.launch.on == "local"
     where = "this machine" if is_local else "the expected hosts"

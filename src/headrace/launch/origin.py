@@ -22,7 +22,6 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.sft import SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
-from headrace.launch.run import train_alone
 from headrace.launch.saved_config import pin, read_model_file, save
 from headrace.machine import cache_directory
 from headrace.runfile.reading import value_at
@@ -81,6 +80,8 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
         run = RunDir(draft)
         pinned = pin(config, draft, base)
         save(pinned, run)
+        from headrace.launch.run import train_alone  # brings the supervisor and rich, which a dry run does not need
+
         if code := train_alone(pinned, run, f"sft {file.name}", (held,)):
             raise SystemExit(code)  # interrupted, which the launcher has reported
         return run.final_model

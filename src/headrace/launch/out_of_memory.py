@@ -15,6 +15,7 @@ from headrace.launch.hosts.base import HostProcess, MemoryAtEnd
 from headrace.machine import HostMemory
 
 GIB = 1 << 30
+MEMORY_ADVICE = "`headrace rl FILE --dry-run` shows what the run plans to use, and what would make it less."
 MOST_OF_THE_MEMORY = 0.5
 """Share of the memory from which on a process is the cause itself, whatever else runs beside it."""
 RECENT_S = 60.0

@@ -8,8 +8,8 @@ from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import Host
 from headrace.launch.hosts.local import this_machine
 from headrace.launch.placement import Place, Placement, place
-from headrace.launch.processes import needs_of
-from headrace.machine import usable_cores
+from headrace.launch.processes import has_servers, needs_of, sharing_of
+from headrace.machine import usable_cores, visible_gpus
 from headrace.runfile.run import RunConfig
 
 COLUMNS = ("process", "host", "GPUs", "address", "threads")
@@ -26,6 +26,27 @@ def expected_hosts(config: RunConfig | OfflineConfig) -> list[Host]:
     gpus = tuple(map(str, range(launch.gpus_per_node or 0)))
     names = [f"host-{number}" for number in range(1, needs_of(config).nodes + 1)]
     return [Host(name, name, gpus, usable_cores()) for name in names]
+
+
+def place_here(config: RunConfig | OfflineConfig) -> Placement:
+    """Place a run on this machine. Raises `ConfigError` if it does not fit."""
+    return place([this_machine()], needs_of(config))
+
+
+def on_this_machine(config: RunConfig | OfflineConfig) -> list[str]:
+    """Describe how the run uses the GPUs of this machine."""
+    if isinstance(config, RunConfig) and not has_servers(config):
+        where = ", ".join(config.orchestrator.client.base_url)
+        return [f"no inference server is started; using {where}"]
+    if not visible_gpus() or not has_servers(config):
+        return []
+    placement = place_here(config)
+    sharing = sharing_of(config, placement)
+    if sharing is None:
+        sampling = sum(len(server.gpus) for server in placement.servers)
+        return [f"{placement.ranks} GPUs train and {sampling} sample"]
+    how = "in turns" if sharing == "alternate" else "at the same time"
+    return [f"trainer and engine share one GPU, {how} (launch.sharing = {sharing})"]
 
 
 def describe_placement(config: RunConfig | OfflineConfig) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.errors import BadInput
 from headrace.inference.model_shape import ModelShape
 from headrace.launch.hosts.local import this_machine
+from headrace.launch.out_of_memory import MEMORY_ADVICE
 from headrace.launch.placement import place
 from headrace.launch.processes import needs_of, sharing_of
 from headrace.launch.resource_plan import (
@@ -21,7 +22,6 @@ from headrace.launch.resource_plan import (
     gib,
     plan_resources,
 )
-from headrace.launch.supervisor import MEMORY_ADVICE
 from headrace.machine import HostMemory, file_system, gpu_memory
 
 MIN_SHOWN_SHARE = 0.01

@@ -19,15 +19,15 @@ from headrace.launch.driver import Driver
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.hosts.base import Host, Hosts
-from headrace.launch.hosts.local import LocalHosts, this_machine
+from headrace.launch.hosts.local import LocalHosts
+from headrace.launch.out_of_memory import MEMORY_ADVICE
 from headrace.launch.own_code import save_folders
-from headrace.launch.placement import Placement, place
-from headrace.launch.processes import has_servers, needs_of, sharing_of
+from headrace.launch.placement_table import on_this_machine, place_here
+from headrace.launch.processes import has_servers, needs_of
 from headrace.launch.run_directory import hold
 from headrace.launch.run_plan import RunPlan
 from headrace.launch.saved_config import save
-from headrace.launch.supervisor import MEMORY_ADVICE, Supervisor
-from headrace.machine import visible_gpus
+from headrace.launch.supervisor import Supervisor
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
@@ -163,27 +163,6 @@ def exported(config: RunConfig | OfflineConfig) -> dict[str, str]:
         keys |= {config.orchestrator.client.api_key_var, config.orchestrator.client.admin_key_var}
     inherited = {name: os.environ[name] for name in (*launch.env_from, *keys, LAUNCHER_VAR) if name in os.environ}
     return {**without_exported(launch.env), **inherited}
-
-
-def place_here(config: RunConfig | OfflineConfig) -> Placement:
-    """Place a run on this machine. Raises `ConfigError` if it does not fit."""
-    return place([this_machine()], needs_of(config))
-
-
-def on_this_machine(config: RunConfig | OfflineConfig) -> list[str]:
-    """Describe how the run uses the GPUs of this machine."""
-    if isinstance(config, RunConfig) and not has_servers(config):
-        where = ", ".join(config.orchestrator.client.base_url)
-        return [f"no inference server is started; using {where}"]
-    if not visible_gpus() or not has_servers(config):
-        return []
-    placement = place_here(config)
-    sharing = sharing_of(config, placement)
-    if sharing is None:
-        sampling = sum(len(server.gpus) for server in placement.servers)
-        return [f"{placement.ranks} GPUs train and {sampling} sample"]
-    how = "in turns" if sharing == "alternate" else "at the same time"
-    return [f"trainer and engine share one GPU, {how} (launch.sharing = {sharing})"]
 
 
 def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:

@@ -26,7 +26,7 @@ from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.fleet import Fleet, Plan, unit_of
 from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.hosts.base import Host, HostProcess, Hosts, ProcessSpec
-from headrace.launch.out_of_memory import OomMonitor, OutOfMemory
+from headrace.launch.out_of_memory import MEMORY_ADVICE, OomMonitor, OutOfMemory
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
 from headrace.launch.signals import SAVE_AND_STOP, signals_to
 from headrace.launch.watch import STALL_S, Watch, not_up
@@ -37,7 +37,6 @@ from headrace.observe.terminal import View
 from headrace.transport.run_dir import RunDir
 
 POLL_S = 0.1
-MEMORY_ADVICE = "`headrace rl FILE --dry-run` shows what the run plans to use, and what would make it less."
 TRAINER = "trainer"
 SCALE_TIMEOUT_S = 30.0
 
