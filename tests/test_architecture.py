@@ -101,6 +101,7 @@ def enters(module: str, package: str) -> bool:
 
 LAYERS = (
     ("cli",),
+    ("api",),
     ("tools",),
     ("launch",),
     ("runfile",),

@@ -10,16 +10,16 @@ from typing import Any
 
 from headrace.config.base import Config
 from headrace.config.dpo import DpoConfig
-from headrace.config.files import dump, read_file
-from headrace.config.sft import OfflineConfig, SftConfig
+from headrace.config.files import dump
+from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
-from headrace.launch.saved_config import kind_of_tree
+from headrace.launch.saved_config import kind_of, merge_files
 from headrace.runfile.explain import children, explain, find, kinds_of, summary_of, value_words, values_at
 from headrace.runfile.hackable.plugins import explain_kwarg, kwargs_under
 from headrace.runfile.hackable.sections import HackableConfig
 from headrace.runfile.hackable.translation import OWN_SECTIONS
-from headrace.runfile.reading import load, merge
+from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 
 WIDTH = 100
@@ -48,19 +48,6 @@ def run_config(arguments: argparse.Namespace) -> int:
     else:
         print(explanation(next((kind for kind in KINDS if find(kind, key)), RunConfig), key))
     return 0
-
-
-def merge_files(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the merged content of run files, as written."""
-    tree: dict[str, Any] = {}
-    for file in files:
-        merge(tree, read_file(file))
-    return tree
-
-
-def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[OfflineConfig] | None:
-    """Return the kind of a run by its run files; None if they could be of several."""
-    return kind_of_tree(merge_files(files))
 
 
 def _is_hackable_key(key: str) -> bool:

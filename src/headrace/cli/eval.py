@@ -12,25 +12,22 @@ from typing import Any
 
 import msgspec
 
+from headrace.api.evaluation import complete
 from headrace.cli.common import add_format, importable, positive
 from headrace.config.model import RendererConfig, SamplingConfig
 from headrace.errors import BadInput
-from headrace.launch.own_code import add_code_folders_of
-from headrace.launch.process import set_variables
-from headrace.launch.saved_config import evaluation_directory, read_run
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.observe.console import SafeConsole
 from headrace.observe.status import setup_logging
 from headrace.orchestrator.shutdown import run_loop
 from headrace.runfile.reading import parse_value, validate
-from headrace.tools.evaluate.candidates import Candidate, find_models, run_environment
+from headrace.tools.evaluate.candidates import Candidate
 from headrace.tools.evaluate.completions import Correctness
 from headrace.tools.evaluate.episodes import Evaluation
 from headrace.tools.evaluate.evaluation import EvaluationOutcome, evaluate
 from headrace.tools.evaluate.report import length_table, sampling_line, score_table, show_progress, write_report
 from headrace.tools.evaluate.results import zero_shot_record
 from headrace.transport.files import write_atomically
-from headrace.transport.run_dir import RunDir
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 PIPE_WIDTH = 160
@@ -133,23 +130,13 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
     """Return the evaluation, the models, and the environment's name; nothing is started or written."""
     check_format(arguments.format)
     evaluation = read_evaluation(arguments)
-    candidates = find_models(arguments.models, permanent=arguments.checkpoints == "permanent")
+    evaluation, candidates, subject = complete(
+        evaluation, arguments.models, permanent=arguments.checkpoints == "permanent"
+    )
     if arguments.zero_shot is not None and len(candidates) != 1:
         fact = f"the record is of one model, and these are {len(candidates)}"
         raise BadInput(fact, key="--zero-shot", fix="Give one CHECKPOINT.")
-    subject = evaluation.env
-    if not evaluation.env:
-        own = run_environment(candidates)
-        evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args)
-        subject = own.name
-        print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
-    runs = list(dict.fromkeys(candidate.run for candidate in candidates if candidate.run is not None))
-    for run in runs:
-        add_code_folders_of(RunDir(run))  # the environment may be the run's own code
-    if runs:
-        set_variables(read_run(runs[0]).launch)  # locations of its data, above all HF_HOME
-    output = arguments.output or evaluation_directory(runs[0] if runs else None, subject)
-    return evaluation._replace(output=output), candidates, subject
+    return evaluation, candidates, subject
 
 
 def _report(

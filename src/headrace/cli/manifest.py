@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from headrace.cli.config import kind_of
 from headrace.launch.manifest import manifest
 from headrace.launch.own_code import add_code_folders
+from headrace.launch.saved_config import kind_of
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.common import add_run_arguments
-from headrace.cli.config import kind_of
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
 from headrace.config.sft import OfflineConfig
@@ -23,7 +22,7 @@ from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables
 from headrace.launch.ray_bundles import check_installed
 from headrace.launch.run_directory import DirectoryPlan, hold, is_run, plan_directory, refuse_shorter
-from headrace.launch.saved_config import changes, pin, save
+from headrace.launch.saved_config import changes, kind_of, pin, save
 from headrace.launch.slurm_job import in_allocation
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.api.run import Run
 from headrace.cli.common import add_format, positive
-from headrace.launch.run_directory import find_run
 from headrace.observe.chart_export import check_format, convert_plots
-from headrace.observe.summary import summarize, text, write_summary
-from headrace.transport.run_dir import RunDir
+from headrace.observe.summary import text, write_summary
 
 DEFAULT_TOKENS = 20
 PIPE_WIDTH = 200
@@ -31,12 +30,12 @@ def configure_summary(parser: argparse.ArgumentParser) -> None:
 
 def run_summary(arguments: argparse.Namespace) -> int:
     check_format(arguments.format)
-    run = RunDir(find_run(arguments.run))
+    run = Run(arguments.run)
     if arguments.json:
-        print(msgspec.json.encode(summarize(run)).decode())
+        print(msgspec.json.encode(run.summary()).decode())
     else:
-        print(text(run, write_summary(run)))
-        for path in convert_plots([run.plot] if run.plot.exists() else [], arguments.format):
+        print(text(run.files, write_summary(run.files)))
+        for path in convert_plots([run.files.plot] if run.files.plot.exists() else [], arguments.format):
             print(f"wrote {path}")
     return 0
 
@@ -80,9 +79,7 @@ def configure_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
-    from headrace.tools.audit.audit import audit_run
-
-    report = audit_run(RunDir(find_run(arguments.run)))
+    report = Run(arguments.run).audit()
     print(report)
     return 1 if report.problems else 0
 
@@ -92,10 +89,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    from headrace.config.files import has_digest
-    from headrace.transport.verification import verify
-
-    found = verify(RunDir(find_run(arguments.run)), has_digest)
+    found = Run(arguments.run).verify()
     for damage in found.damages:
         print(f"{damage.problem.rstrip('.')}. {damage.recovery}".rstrip())
     places = Counter(path.parts[0] if len(path.parts) > 1 else str(path) for path in found.without_digest)

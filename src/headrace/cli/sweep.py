@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 from headrace.cli import eval as eval_command
 from headrace.cli.common import add_format
-from headrace.cli.config import kind_of
 from headrace.cli.training import exit_on_sigterm
 from headrace.config.base import ConfigError
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import hold
+from headrace.launch.saved_config import kind_of
 from headrace.launch.slurm_job import in_allocation, submitted
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.runfile.run import RunConfig

@@ -15,7 +15,7 @@ from headrace.config.sft import OfflineConfig, SftConfig
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import find_run
 from headrace.runfile.hackable.translation import is_hackable
-from headrace.runfile.reading import leaves, load, put, validate, value_at
+from headrace.runfile.reading import leaves, load, merge, put, validate, value_at
 from headrace.runfile.run import SHARED, RunConfig
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
@@ -71,6 +71,19 @@ def kind_of_tree(tree: Tree) -> type[RunConfig] | type[OfflineConfig] | None:
     if "orchestrator" in tree or is_hackable(tree):
         return RunConfig
     return DpoConfig if "dpo" in tree else SftConfig if "data" in tree else None
+
+
+def merge_files(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the merged content of run files, as written."""
+    tree: dict[str, Any] = {}
+    for file in files:
+        merge(tree, read_file(file))
+    return tree
+
+
+def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[OfflineConfig] | None:
+    """Return the kind of a run by its run files; None if they could be of several."""
+    return kind_of_tree(merge_files(files))
 
 
 def read_run(path: Path) -> RunConfig | OfflineConfig:

@@ -99,12 +99,14 @@ def this_process() -> Holder:
     return Holder(socket.gethostname(), boot_id(), pid_namespace(), pid, started or 0, uuid.uuid4().hex)
 
 
+def is_here(holder: Holder) -> bool:
+    """Whether a process is, or was, of this boot of this host and of this pid namespace."""
+    return (holder.host, holder.boot, holder.pid_namespace) == (socket.gethostname(), boot_id(), pid_namespace())
+
+
 def is_gone(holder: Holder) -> bool:
     """Whether a process is known to have ended: of the same boot and pid namespace, and no longer there."""
-    here = (socket.gethostname(), boot_id(), pid_namespace())
-    if (holder.host, holder.boot, holder.pid_namespace) != here:
-        return False
-    return _process_start(holder.pid) not in (holder.started, 0)
+    return is_here(holder) and _process_start(holder.pid) not in (holder.started, 0)
 
 
 def _process_start(pid: int) -> int | None:

@@ -143,7 +143,7 @@ class ChatClient:
     def __init__(self, base_url: str, key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self._root = self.base_url.removesuffix("/v1")
-        self._key = key
+        self.key = key
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         authority = os.environ.get("SSL_CERT_FILE")  # which httpx reads only together with the variables of proxies
         self._http = httpx.Client(
@@ -184,7 +184,7 @@ class ChatClient:
         url = f"{self.base_url}/chat/completions"
         with self._reaching(), self._http.stream("POST", url, content=json.dumps(request)) as response:
             if response.status_code != 200:
-                checked_content(response, response.read(), self._key)
+                checked_content(response, response.read(), self.key)
             events = EventParser()
             for part in response.iter_bytes():
                 for event in events.feed(part):
@@ -201,7 +201,7 @@ class ChatClient:
             response = self._http.request(
                 method, url, content=None if body is None else json.dumps(body), timeout=timeout
             )
-        return decode_response(checked_content(response, response.content, self._key), kind, self.address, self._key)
+        return decode_response(checked_content(response, response.content, self.key), kind, self.address, self.key)
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
