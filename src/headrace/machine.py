@@ -1,8 +1,9 @@
-"""GPUs, memory and cache directory of this machine, without torch, and limits and garbage collector of this process."""
+"""GPUs, memory, versions and cache directory of this machine, without torch, and limits and garbage collector of this process."""
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import resource
 import shutil
@@ -17,12 +18,23 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+import headrace
+
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
 MAX_OPEN_FILES = 65_536
 CACHE_VARIABLE = "HEADRACE_CACHE"
 """The environment variable with the cache directory of Headrace; in a run, its storage root."""
 COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """By the variable that names it, the folder of a compiler's cache."""
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions on which numbers depend; builds of one version for other devices count as the same."""
+    versions = {"headrace": headrace.__version__}  # of a source folder, which has no metadata
+    with suppress(importlib.metadata.PackageNotFoundError):
+        versions["headrace"] = importlib.metadata.version("headrace")
+    versions |= {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
+    return {**versions, "Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
 
 
 def cache_directory() -> Path:

@@ -21,8 +21,8 @@ from headrace.launch.node_messages import (
     Orders,
     Report,
     RunFacts,
-    own_versions,
 )
+from headrace.machine import own_versions
 from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.shared_directory import Canary
 from tests.launch.node_world import LIMIT_S, NodeWorld

@@ -45,9 +45,9 @@ from headrace.launch.node_messages import (
     RunFacts,
     Scale,
     Scaled,
-    own_versions,
 )
 from headrace.launch.node_registry import LeaseLost, NameInUse, Node, NodeRegistry
+from headrace.machine import own_versions
 from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir

@@ -39,12 +39,11 @@ from headrace.launch.node_messages import (
     Signal,
     Start,
     Stop,
-    own_versions,
 )
 from headrace.launch.out_of_memory import OomMonitor
 from headrace.launch.process import GRACE_S, Lifeline, Process
 from headrace.launch.signals import signals_to
-from headrace.machine import HostMemory, usable_cores, visible_gpus
+from headrace.machine import HostMemory, own_versions, usable_cores, visible_gpus
 from headrace.transport.run_dir import RunDir
 from headrace.transport.shared_directory import Canary, UnsuitableDirectory
 

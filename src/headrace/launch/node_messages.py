@@ -13,9 +13,7 @@ Every other request carries `Authorization: Bearer KEY`.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
@@ -32,13 +30,6 @@ HOLD_S = 0.5
 ANNOUNCEMENT_HOLD_S = 5.0
 MAX_BODY_BYTES = 1 << 20
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-COMPARED_PACKAGES = ("headrace", "torch", "transformers")
-
-
-def own_versions() -> dict[str, str]:
-    """Return the versions that must be the same on all hosts; builds of one version for other devices may differ."""
-    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in COMPARED_PACKAGES}
-    return {**versions, "Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
 
 
 class DriverAddress(msgspec.Struct, frozen=True):

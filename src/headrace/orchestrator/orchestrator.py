@@ -28,7 +28,7 @@ from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, TrainProcessing
 from headrace.orchestrator.signals import EvalBatch, Kind, TrainBatch
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.rollout.batch import Batch, BatchSample
+from headrace.rollout.batch import batch_of
 from headrace.rollout.version import Version
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Entries
@@ -187,16 +187,9 @@ class Orchestrator:
         """Write the step. If it is killed before its commit, it is repeated, and replaces its files and records."""
         step, batch = ship.step, ship.batch
         started = time.monotonic()
-        samples = [
-            BatchSample(sample, rollout.env, index)
-            for index, rollout in enumerate(batch.kept)
-            for sample in rollout.samples
-        ]
-        draws = list(dict.fromkeys(rollout.draw_id for rollout in batch.kept))
-        counts = {"rollouts": len(batch.kept), "samples": len(samples)}
-        content = Batch(step, ship.incarnation, samples, draws, counts)
+        content = batch_of(step, ship.incarnation, batch.kept)
         prepared = self.commits.prepare(content, batch.kept, ship.entries.dropped)
-        truncations = truncation(entry.sample for entry in samples)
+        truncations = truncation(entry.sample for entry in content.samples)
         values = {**step_metrics(step, batch), **truncations, **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
         self.metrics.log(step, values)

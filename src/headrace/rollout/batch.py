@@ -8,6 +8,7 @@ file, so that a reader needs nothing else to find damage.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from safetensors.numpy import load, save
 
 from headrace.errors import BadInput, Failure
 from headrace.rollout.digest import NO_DIGEST, digest_of, is_whole
-from headrace.rollout.types import TOKEN_ARRAYS, Sample
+from headrace.rollout.types import TOKEN_ARRAYS, Rollout, Sample
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -55,6 +56,15 @@ class Batch(msgspec.Struct):
     samples: list[BatchSample]
     draw_ids: list[int] = msgspec.field(default_factory=list)
     counts: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+def batch_of(step: int, incarnation: int, kept: Sequence[Rollout]) -> Batch:
+    """Return the batch of the rollouts that a step trains on, in this order."""
+    samples = [
+        BatchSample(sample, rollout.env, index) for index, rollout in enumerate(kept) for sample in rollout.samples
+    ]
+    draws = list(dict.fromkeys(rollout.draw_id for rollout in kept))
+    return Batch(step, incarnation, samples, draws, {"rollouts": len(kept), "samples": len(samples)})
 
 
 class _Header(msgspec.Struct):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,8 +24,8 @@ from headrace.errors import BadInput, Failure
 from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.latents import is_gate
 from headrace.inference.schema import LatentParams
-from headrace.machine import free_memory
-from headrace.rollout.batch import DamagedFile
+from headrace.machine import free_memory, own_versions
+from headrace.rollout.batch import Batch, DamagedFile
 from headrace.rollout.packing import pack, pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
@@ -41,6 +42,7 @@ from headrace.trainer.step import StepResult, TrainStep
 from headrace.trainer.tensor_files import local_shards
 from headrace.transport.adapter import CONFIG, AdapterConfig, is_adapter, read_config
 from headrace.transport.files import MARKER, link_tree, share_drafts, write_directory
+from headrace.transport.platform import Platform
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +161,23 @@ class Learner:
         return Version(self.state.incarnation, self.state.step)
 
     @property
+    def platform(self) -> Platform:
+        device = self.model.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return Platform(own_versions(), platform.machine(), name, dtype, torch.get_num_threads(), self.ranks.size)
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         kind, settings = self.config.scheduler.type, self.config.scheduler.model_dump(exclude={"type"})
         factor = learning_rate_factor(self.state.step + 1, kind=kind, max_steps=self.max_steps, **settings)
         return self.config.optim.lr * factor
+
+    def learn_batch(self, batch: Batch, **options: Any) -> StepResult | None:
+        """Run one optimizer step on the samples of a batch; see `learn`."""
+        envs = [entry.env for entry in batch.samples]
+        return self.learn([entry.sample for entry in batch.samples], envs=envs, **options)
 
     def learn(self, samples: list[Sample], **options: Any) -> StepResult | None:
         """Run one optimizer step on all samples, with the options of `TrainStep.run`; return None if stopped.

@@ -32,6 +32,7 @@ from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.step import StepResult
 from headrace.trainer.token_table import delete_sampled_exports, write_token_table
 from headrace.trainer.warmup import warm_up
+from headrace.transport.platform import write_platform
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import AcknowledgementMonitor
 
@@ -85,6 +86,8 @@ class RlTrainer:
             published = self.publisher.host_bytes
             pin_ahead(published + learner.plan_checkpoints(published), learner.model.device)
         self.metrics = MetricsLog(run.metrics, "trainer")
+        if learner.ranks.first:
+            write_platform(run.platform, learner.platform)
         if learner.model.compiles and on_gpu and learner.state.step < learner.max_steps:
             status.set("compiling")  # ahead of the first step, without the device lock: engines start meanwhile
             start = time.monotonic()
@@ -156,9 +159,8 @@ class RlTrainer:
         """Train on the batch, write the probe and publish the new version, all but the last; None if stopped."""
         learner, lock, stopped = self.learner, self.device_lock, self.stopped.is_set
         learn = partial(
-            learner.learn,
-            [entry.sample for entry in batch.samples],
-            envs=[entry.env for entry in batch.samples],
+            learner.learn_batch,
+            batch,
             traced=self.config.token_export.includes(step, learner.max_steps),
             stopped=stopped,
             on_micro_batch=partial(self.status.advance, "micro-batch"),

@@ -70,11 +70,13 @@ class TrainStep:
         traced: bool = False,
         stopped: Callable[[], bool] = lambda: False,
         on_micro_batch: Callable[[int, int], None] = lambda number, total: None,
+        on_gradients: Callable[[], None] = lambda: None,
     ) -> StepResult | None:
         """Train on all bins once; return None, with nothing changed, if `stopped` between two micro-batches.
 
         `envs` are the environments of the packed samples. `traced` keeps the values behind each token's gradient.
-        `on_micro_batch` is called before each micro-batch with its number, from 1, and the total.
+        `on_micro_batch` is called before each micro-batch with its number, from 1, and the total, `on_gradients` when
+        the optimizer's parameters have their gradients, before the update.
         """
         tokens = StepTokens(bins, self.together)
         row_tokens = self.micro_batch_tokens or self.model.plan.row_tokens
@@ -104,6 +106,7 @@ class TrainStep:
         metrics = sums.means(self.ranks)
         if len(set(envs)) == 1:  # then its metrics are those of all
             metrics |= {f"{name}/{envs[0]}": metrics[name] for name in ("loss", "entropy") if name in metrics}
+        on_gradients()
         try:
             grad_norm = self.optimizer.step(lr)
         except torch.OutOfMemoryError as error:  # not retried: some parameters may have changed
@@ -162,12 +165,14 @@ class TrainStep:
         for env, inside in by_env.items():
             sums.add({f"entropy/{env}": (entropy[inside].sum(), inside.sum())})
         masked: dict[str, Tensor | None] = {}
+        losses: dict[str, Tensor] = {}
         for component in COMPONENTS:
             if counts[component] == 0:
                 continue
             inputs = tokens.loss_inputs(component, batch, logprobs)
             outputs = self.losses[component](inputs)
-            total = total + outputs.loss / counts["rl" if component in PENALTIES else component]
+            losses[component] = outputs.loss / counts["rl" if component in PENALTIES else component]
+            total = total + losses[component]
             sums.add(outputs.metrics)
             masked[component] = outputs.masked
             for env, inside in by_env.items():
@@ -178,7 +183,7 @@ class TrainStep:
                 sums.add({"loss": (outputs.loss, part.loss_mask.sum())}, f"/{env}", part=component)
         sums.add_loss(total.detach())
         if trace is not None:
-            trace.record(batch.scored, logprobs, entropy, masked)
+            trace.record(batch, logprobs, entropy, masked, losses)
         return total
 
     @staticmethod

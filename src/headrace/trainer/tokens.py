@@ -9,6 +9,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -183,6 +184,16 @@ class StepTokens:
         )
 
 
+class MicroBatchTrace(NamedTuple):
+    """One micro-batch of a traced step."""
+
+    sequences: int
+    computed_tokens: int
+    scored_tokens: int
+    losses: dict[str, float]
+    """By component, its share of the step's loss."""
+
+
 class TokenTrace:
     """Values of each scored token of a step, aligned with its flat arrays; zeros for other tokens."""
 
@@ -194,11 +205,20 @@ class TokenTrace:
         """Gradients of the step's loss with respect to the logprobs."""
         self.masked: dict[str, np.ndarray] = {}
         """Masked tokens by component, for losses that report them."""
+        self.micro_batches: list[MicroBatchTrace] = []
 
     def record(
-        self, scored: np.ndarray, logprobs: torch.Tensor, entropy: torch.Tensor, masked: dict[str, torch.Tensor | None]
+        self,
+        batch: MicroBatch,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        masked: dict[str, torch.Tensor | None],
+        losses: dict[str, torch.Tensor],
     ) -> None:
         """Record a forward pass; gradients are added when its backward pass runs."""
+        scored, shares = batch.scored, {name: loss.item() for name, loss in losses.items()}
+        sequences = int(batch.sequences[-1]) + 1 if len(scored) else 0
+        self.micro_batches.append(MicroBatchTrace(sequences, batch.row.token_ids.shape[1], len(scored), shares))
         self._put(self.logprobs, scored, logprobs)
         self._put(self.entropy, scored, entropy)
         for component, flags in masked.items():

@@ -3,6 +3,7 @@
     path                          content                                                 module
     config.toml                   the complete run file                                   launch/saved_config.py
     code_folders.json             folders of the user's code, for resuming                launch/own_code.py
+    platform.json                 versions, device and threads of the trainer             transport/platform.py
     journal-E.sqlite              the state of every draw; the newest epoch E counts      transport/journal.py
     batches/step-N.safetensors    training batches, orchestrator to trainer               transport/batches.py
     weights/v-INC-STEP/           published weights, trainer to engines                   transport/weights.py

@@ -19,6 +19,7 @@ class RunDir:
         self.root = root
         self.config = root / "config.toml"
         self.code_folders = root / "code_folders.json"
+        self.platform = root / "platform.json"
         self.logs = root / "logs"
         self.status = root / "status"
         self.metrics = root / "metrics.jsonl"

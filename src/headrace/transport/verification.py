@@ -72,7 +72,12 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
             yield run.config if check_config(run.config) else None, ""
         except BadInput as error:
             yield error, ""
-    sealed = (run.code_folders, run.weights.directory / ACKNOWLEDGED, *sorted(run.endpoints.glob("*.json")))
+    sealed = (
+        run.code_folders,
+        run.platform,
+        run.weights.directory / ACKNOWLEDGED,
+        *sorted(run.endpoints.glob("*.json")),
+    )
     for path in (*sealed, *sorted((run.root / EPOCHS).glob("*/*.json"))):
         if path.is_file():
             yield check_sealed(path), "Start the run with its run file and --resume: it is written again."
