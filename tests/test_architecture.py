@@ -118,7 +118,7 @@ LAYERS = (
 )
 """The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""
 TOOLS = (
-    ("sweep", "view"),
+    ("sweep", "view", "replay"),
     ("compare", "audit"),
     ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs", "models"),
     ("names", "statistics"),

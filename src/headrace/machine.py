@@ -1,4 +1,4 @@
-"""GPUs, memory, versions and cache directory of this machine, without torch, and limits and garbage collector of this process."""
+"""GPUs, memory, versions and caches of this machine, without torch; limits and garbage collector of this process."""
 
 from __future__ import annotations
 

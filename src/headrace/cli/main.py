@@ -75,6 +75,7 @@ COMMANDS = {
     "export": Command("models", "write a checkpoint as a Hugging Face model."),
     "push": Command("hub", "upload a run, a model, a checkpoint or a dataset to the Hugging Face hub."),
     "pull": Command("hub", "download a run, a model or a dataset from the Hugging Face hub."),
+    "replay": Command("replay", "train a step of a run again, and compare it with what was recorded.", "dotted"),
     "tokens": Command("runs", "show the tokens of a training step with their effect on its gradient."),
     "init-model": Command("models", "write a new model with random weights."),
     "env": Command("env", "report versions and the machine, for bug reports; no secrets."),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -184,7 +183,8 @@ class StepTokens:
         )
 
 
-class MicroBatchTrace(NamedTuple):
+@dataclass(frozen=True)
+class MicroBatchTrace:
     """One micro-batch of a traced step."""
 
     sequences: int

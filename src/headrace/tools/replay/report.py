@@ -1,0 +1,219 @@
+"""The result of a replay: what differs from the record, and where the loss and the gradient of the step come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from headrace.tools.replay.comparison import ColumnDifference, MetricPair
+from headrace.transport.platform import Platform
+
+if TYPE_CHECKING:
+    from headrace.trainer.replay import TracedStep
+    from headrace.trainer.tokens import MicroBatchTrace
+
+MAX_NAMED = 8
+"""Tokens that are not finite in a report."""
+SHOWN_PARAMETERS = 5
+"""Parameters with the largest gradients in a report."""
+INPUTS = (
+    "advantages",
+    "inference_logprobs",
+    "rl_weights",
+    "ce_weights",
+    "ref_kl_weights",
+    "ref_logprobs",
+    "kl_logprobs",
+)
+OUTPUTS = ("trainer_logprobs", "entropy", "gradient")
+
+Verdict = Literal["bit-equal", "within tolerance", "differs", "not compared"]
+
+
+class Component(msgspec.Struct):
+    """A loss component in the step."""
+
+    name: str
+    tokens: int
+    masked: int
+    loss: float
+    share: float
+    """Of the sum of |dL/dt| over tokens that this component trains; a token of two components counts in both."""
+
+
+class RolloutShare(msgspec.Struct):
+    """A rollout with its part in the step's gradient."""
+
+    rollout: int
+    env: str
+    tokens: int
+    """Trained tokens."""
+    advantage: float
+    entropy: float
+    drift: float
+    """Mean |t - i| of the logprobs of trainer and engine."""
+    share: float
+    """Of the sum of |dL/dt| over the step; NaN if that is not finite."""
+
+
+class BadToken(msgspec.Struct):
+    """A token with a value that is not finite."""
+
+    sample: int
+    position: int
+    rollout: int
+    env: str
+    text: str
+    columns: list[str]
+
+
+class Anatomy(msgspec.Struct):
+    """Where the loss and the gradient of a step come from."""
+
+    components: list[Component]
+    micro_batches: list[MicroBatchTrace]
+    rollouts: list[RolloutShare]
+    """Those with the largest shares of the gradient."""
+    bad_tokens: list[BadToken]
+    """The first of them."""
+    num_bad_tokens: int
+    bad_parameters: list[str]
+    """Parameters whose gradient is not finite."""
+    gradient_norms: dict[str, float]
+    """Of the parameters with the largest."""
+    zero: str
+    """Why the gradient is 0; empty if it is not."""
+
+
+class Report(msgspec.Struct):
+    """A replayed step beside its record."""
+
+    run: str
+    step: int
+    start: str
+    first: int
+    """The first step that was trained again."""
+    tolerance: float
+    platform: Platform
+    recorded_platform: Platform | None
+    replayed: dict[str, float]
+    """All metrics of the step."""
+    metrics: list[MetricPair]
+    """Those that were recorded."""
+    tokens: list[ColumnDifference]
+    tokens_from: str
+    """What recorded the tokens: the `run`, or the `replay` that wrote a bundle; empty if they were not recorded."""
+    first_differing_step: int | None
+    """The first step with a metric that differs."""
+    other_batches: list[int]
+    """Steps whose batch, made again from rollouts, has another digest than in the journal."""
+    anatomy: Anatomy
+
+    @property
+    def errors(self) -> dict[str, float]:
+        return {each.name: each.error for each in self.metrics} | {
+            f"{each.name} of a token": each.error for each in self.tokens
+        }
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.errors:
+            return "not compared"
+        if max(self.errors.values()) > self.tolerance:
+            return "differs"
+        exact = self.first_differing_step is None and not any(column.differing for column in self.tokens)
+        return "bit-equal" if exact else "within tolerance"
+
+
+def dissect(traced: TracedStep, top: int, text_of: Callable[[int], str]) -> Anatomy:
+    """Return the anatomy of a step with its `top` rollouts; `text_of` decodes a token."""
+    tokens, norms = traced.tokens, traced.gradient_norms
+    found = components(tokens, traced.counts, [each.losses for each in traced.micro_batches])
+    bad = {name: _not_finite(tokens[name]) for name in (*INPUTS, *OUTPUTS)}
+    bad_rows = np.flatnonzero(np.logical_or.reduce(list(bad.values())))
+    largest = sorted(norms, key=lambda name: -math.inf if math.isnan(norms[name]) else -norms[name])
+    return Anatomy(
+        found,
+        traced.micro_batches,
+        rollout_shares(tokens, top),
+        [_bad_token(tokens, row, bad, text_of) for row in bad_rows[:MAX_NAMED].tolist()],
+        len(bad_rows),
+        [name for name in norms if not math.isfinite(norms[name])],
+        {name: norms[name] for name in largest[:SHOWN_PARAMETERS]},
+        why_zero(tokens, found, traced.metrics["optim/grad_norm"]),
+    )
+
+
+def components(tokens: pa.Table, counts: dict[str, int], losses: list[dict[str, float]]) -> list[Component]:
+    """Return the components that have tokens."""
+    sizes = np.abs(_numbers(tokens, "gradient"))
+    total = np.nansum(sizes)
+    found = []
+    for name, count in counts.items():
+        if count:
+            members = tokens[f"in_{name}"].to_numpy().astype(bool)
+            masked = pc.sum(tokens[f"{name}_masked"]).as_py() or 0
+            share = float(np.nansum(sizes[members]) / total) if total else 0.0
+            found.append(Component(name, count, masked, sum(each.get(name, 0.0) for each in losses), share))
+    return found
+
+
+def rollout_shares(tokens: pa.Table, limit: int) -> list[RolloutShare]:
+    """Return the rollouts with the largest shares of the gradient, those that are not finite first."""
+    trained = tokens.filter(pc.is_valid(tokens["gradient"]))
+    if not trained.num_rows:
+        return []
+    numbers, rollouts = _numbers(trained, "gradient"), trained["rollout"].to_numpy()
+    sums = np.bincount(rollouts, np.nan_to_num(np.abs(numbers), nan=math.inf))
+    total = sums.sum()
+    found = []
+    for rollout in np.argsort(-sums, kind="stable")[:limit].tolist():
+        own = trained.filter(pc.equal(trained["rollout"], rollout))
+        if own.num_rows:
+            means = [_mean(_numbers(own, name)) for name in ("advantages", "entropy")]
+            drift = _mean(np.abs(_numbers(own, "log_ratio")))
+            share = float(sums[rollout] / total) if 0 < total < math.inf else 0.0 if total == 0 else math.nan
+            found.append(RolloutShare(rollout, own["env"][0].as_py(), own.num_rows, means[0], means[1], drift, share))
+    return found
+
+
+def _bad_token(tokens: pa.Table, row: int, bad: dict[str, np.ndarray], text_of: Callable[[int], str]) -> BadToken:
+    place = {name: tokens[name][row].as_py() for name in ("sample", "position", "rollout", "env")}
+    text = text_of(tokens["token_id"][row].as_py())
+    return BadToken(**place, text=text, columns=[name for name, flags in bad.items() if flags[row]])
+
+
+def why_zero(tokens: pa.Table, found: list[Component], grad_norm: float) -> str:
+    """Return why a step has no gradient; empty if it has one."""
+    if grad_norm != 0:
+        return ""
+    if not found:
+        return "no loss trains any token of the batch"
+    trained = tokens.filter(tokens["in_rl"])
+    if [each.name for each in found] == ["rl"] and not np.nan_to_num(_numbers(trained, "advantages")).any():
+        return f"the advantages of all {trained.num_rows:,} trained tokens are 0"
+    if all(each.masked == each.tokens for each in found):
+        return "the loss masks every token"
+    return "the loss does not depend on the logprobs of the trained tokens, or their terms cancel"
+
+
+def _not_finite(column: pa.ChunkedArray) -> np.ndarray:
+    flags: np.ndarray = pc.fill_null(pc.invert(pc.is_finite(column)), False).to_numpy()
+    return flags
+
+
+def _mean(values: np.ndarray) -> float:
+    """Return the mean of the values that are there, NaN if none is."""
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else math.nan
+
+
+def _numbers(tokens: pa.Table, name: str) -> np.ndarray:
+    numbers: np.ndarray = tokens[name].to_numpy().astype(np.float64)
+    return numbers

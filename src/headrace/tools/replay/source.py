@@ -1,0 +1,109 @@
+"""What a replay begins with: the settings of a run, the nearest checkpoint before the step, and the batches since.
+
+A run deletes the batches that a checkpoint covers. Their samples are in the rollout files to the last bit: a batch is
+made again from them, and the digest that the journal recorded of it shows that it is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from headrace.errors import BadInput
+from headrace.launch.own_code import add_code_folders_of
+from headrace.launch.run_directory import checkpoints
+from headrace.launch.saved_config import read_rl_run
+from headrace.observe.metrics import History, Record, read_metrics
+from headrace.rollout.batch import Batch, batch_of, encode_batch
+from headrace.rollout.digest import digest_of
+from headrace.runfile.reading import parse_overrides, put, validate
+from headrace.runfile.run import RunConfig
+from headrace.transport.journal import Journal
+from headrace.transport.rollout_files import RolloutFiles
+from headrace.transport.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class ReplaySource:
+    """A run, or an unpacked bundle, and the step to replay."""
+
+    run: RunDir
+    config: RunConfig
+    step: int
+    start: Path | None
+    """The checkpoint; None: the model that the run began with."""
+    first: int
+    """The first step that is trained again."""
+
+    @cached_property
+    def recorded(self) -> dict[int, Record]:
+        """The trainer's metrics by step."""
+        return History(read_metrics(self.run.metrics)).trained
+
+    @cached_property
+    def shipped(self) -> dict[str, str]:
+        """Digests of batches in the journal, by their path."""
+        if not self.run.journal.is_file():
+            return {}
+        with closing(Journal(self.run.journal, read_only=True)) as journal:
+            return {name: record.digest for name, record in journal.files().items()}
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step; raise `DamagedFile` if the file that has it is damaged."""
+        if self.run.batches.exists(step):
+            return self.run.batches.read(step)
+        kept = [saved.rollout for saved in RolloutFiles(self.run.rollouts).read(step) if not saved.drop_reason]
+        return batch_of(step, 0, kept)
+
+    def is_as_shipped(self, batch: Batch) -> bool | None:
+        """Return whether a batch has the digest that the journal recorded; None: it recorded none."""
+        path = self.run.batches.path(batch.step)
+        digest = self.shipped.get(f"{path.parent.name}/{path.name}")
+        if digest is None:
+            return None
+        newest = int(self.recorded.get(batch.step, {}).get("progress/incarnation") or batch.incarnation)
+        # The batch has the incarnation of the weights when it was shipped, which no other file has.
+        candidates = (replace(batch, incarnation=number) for number in range(newest + 1))
+        return any(digest_of(encode_batch(candidate)) == digest for candidate in candidates)
+
+
+def open_run(path: Path, step: int, overrides: Sequence[str] = ()) -> ReplaySource:
+    """Find what a replay of `step` needs; raise `BadInput` with the key that would have kept what is gone."""
+    config = with_overrides(read_rl_run(path), overrides)
+    assert config.output_dir is not None  # `read_rl_run` sets it
+    run = RunDir(config.output_dir)
+    add_code_folders_of(run)
+    available = {*run.batches.steps(), *RolloutFiles(run.rollouts).steps()}
+    if not 1 <= step <= max(available, default=0):
+        fact = f"the run has batches of steps {min(available)} to {max(available)}" if available else "no step is saved"
+        raise BadInput(fact, key="STEP", value=step, file=run.root)
+    before = {number: place for number, place in checkpoints(run.root).items() if number < step}
+    first = max(before, default=0) + 1
+    if missing := [number for number in range(first, step + 1) if number not in available]:
+        since = (
+            f"since the checkpoint of step {first - 1}" if before else "from the beginning: no checkpoint is before it"
+        )
+        raise BadInput(
+            f"step {step} needs the batches {since}, and that of step {missing[0]} is gone",
+            key="orchestrator.keep_rollouts",
+            value=config.orchestrator.keep_rollouts,
+            fix="Set it to the steps to keep, and trainer.ckpt.permanent_interval to keep a checkpoint before them.",
+        )
+    return ReplaySource(run, config, step, before.get(first - 1), first)
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the settings with `--trainer.key value` replaced."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for path, value in parse_overrides(overrides):
+        if path[0] != "trainer":
+            raise BadInput(
+                "a replay runs the trainer alone", key=f"--{'.'.join(path)}", fix="Write --trainer.key value."
+            )
+        put(tree, path, value)
+    return validate(RunConfig, tree, "command line")[0] if overrides else config
