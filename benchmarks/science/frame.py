@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
 from benchmarks.science.miniature import Measure, Setting, run
 from rich.console import Console
 from rich.table import Table
@@ -83,6 +87,7 @@ class Experiment:
     claims: tuple[Claim, ...]
     plotted: str
     """The measure of the plot, over steps."""
+    seeds: tuple[int, ...] = SEEDS
     derive: Callable[[Run, dict[str, Run]], dict[str, float]] = lambda run, all_runs: {}
     """Measures of a whole run, given the runs of all contenders with the same seed."""
 
@@ -100,19 +105,32 @@ class Experiment:
         return [better[seed][claim.measure] - worse[seed][claim.measure] for seed in sorted(better)]
 
 
-def run_all(experiment: Experiment, folder: Path, seeds: Sequence[int]) -> dict[str, Runs]:
-    """Return the runs of all contenders and seeds; each is kept in a file, and not repeated."""
-    runs: dict[str, Runs] = {name: {} for name in experiment.contenders}
+def named(name: str) -> Experiment:
+    """Return the experiment of a module of this package."""
+    return import_module(f"benchmarks.science.{name}").EXPERIMENT  # type: ignore[no-any-return]
+
+
+def run_all(name: str, folder: Path, seeds: Sequence[int], jobs: int = 1) -> dict[str, Runs]:
+    """Return the runs of an experiment's contenders and seeds, `jobs` at once; each is kept in a file, not repeated."""
+    contenders = named(name).contenders
     folder.mkdir(parents=True, exist_ok=True)
-    for seed in seeds:
-        for name, setting in experiment.contenders.items():
-            file = folder / f"{name.replace(' ', '-')}-{seed}.json"
-            if not file.exists():
-                result = run(setting, seed, experiment.measure)
-                file.write_text(json.dumps(result))
-                print(f"{name}, seed {seed}: {result['seconds']:.0f} s", flush=True)
-            runs[name][seed] = json.loads(file.read_text())
-    return runs
+    files = {(one, seed): folder / f"{one.replace(' ', '-')}-{seed}.json" for seed in seeds for one in contenders}
+    missing = [(name, *pair, file) for pair, file in files.items() if not file.exists()]
+    # A process of its own for each run: models and engines of one do not take memory from the next.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for finished in as_completed([pool.submit(_run_to_file, *one) for one in missing]):
+            print(finished.result(), flush=True)
+    return {one: {seed: json.loads(files[one, seed].read_text()) for seed in seeds} for one in contenders}
+
+
+def _run_to_file(name: str, contender: str, seed: int, file: Path) -> str:
+    torch.set_num_threads(1)  # the models are tiny, and runs repeat
+    experiment = named(name)
+    result = run(experiment.contenders[contender], seed, experiment.measure)
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps(result))
+    draft.replace(file)
+    return f"{contender}, seed {seed}: {result['seconds']:.0f} s"
 
 
 def summarize(experiment: Experiment, runs: Mapping[str, Runs]) -> dict[str, Any]:
@@ -131,7 +149,7 @@ def summarize(experiment: Experiment, runs: Mapping[str, Runs]) -> dict[str, Any
             }
         )
     settings = {
-        name: {"files": list(one.files), "keys": dict(one.keys), "staleness": one.staleness}
+        name: {"files": list(one.files), "keys": dict(one.keys), "staleness": one.staleness, "retention": one.retention}
         for name, one in experiment.contenders.items()
     }
     return {

@@ -8,7 +8,9 @@ and batches, and everything that only matters when parts of a run are concurrent
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import shutil
 import sys
 import time
 from collections import deque
@@ -21,12 +23,14 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from headrace.algorithms.base import Host, MakeContext
+from headrace.algorithms.kl import make_algorithm
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import eos_token_ids, load_model
-from headrace.inference.schema import Completion, SamplingParams, Scores, WeightVersionSpan
+from headrace.inference.latents import DECAY, GATES, LatentGates, add_gates, write_gates
+from headrace.inference.schema import Completion, LatentParams, SamplingParams, Scores, WeightVersionSpan
 from headrace.inference.weights.published import PublishedWeights
 from headrace.launch.origin import resolve
 from headrace.launch.saved_config import pin
@@ -46,6 +50,7 @@ from headrace.trainer.rl import losses
 T = TypeVar("T")
 Played = Sequence[Sequence[Rollout]]
 """The rollouts of each evaluated task."""
+Measure = Callable[[Played], dict[str, float]]
 
 MAX_RUNNING = 256
 """Requests that an engine decodes at once."""
@@ -61,6 +66,8 @@ class Setting:
     """Updates between the weights that sample a batch and those that it is trained on."""
     teacher: str = ""
     """The SFT run file of the frozen model that the algorithm refers to."""
+    retention: float | None = None
+    """With `model.latents`: about how much of a token's embedding the gates keep at the start; None: their default."""
 
     def load(self, seed: int) -> RunConfig:
         for file in self.files:
@@ -73,11 +80,20 @@ class Setting:
 class InProcessEngine:
     """An engine behind the interface of `EngineClient`; `Miniature.run_until` makes its steps."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, max_model_len: int, seed: int) -> None:
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, max_model_len: int, seed: int, has_gates: bool = False
+    ) -> None:
         model = load_model(directory)
-        stops = eos_token_ids(model, tokenizer.eos_token_id)
+        if has_gates:
+            add_gates(model, directory)
         self.engine = Engine(
-            model, max_model_len=max_model_len, max_running=MAX_RUNNING, eos_token_ids=stops, seed=seed
+            model,
+            max_model_len=max_model_len,
+            max_running=MAX_RUNNING,
+            eos_token_ids=eos_token_ids(model, tokenizer.eos_token_id),
+            seed=seed,
+            decode=tokenizer.decode,
+            special_tokens=tokenizer.control_tokens,
         )
 
     def join(self, session: str) -> None:
@@ -90,7 +106,8 @@ class InProcessEngine:
     ) -> Completion:
         result = await asyncio.wrap_future(self.engine.submit(token_ids, sampling).future)
         spans = [WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans]
-        return Completion(result.token_ids, result.logprobs, spans, result.finish_reason)
+        latents = result.latents and np.frombuffer(result.latents, "<f2").reshape(len(result.token_ids), -1)
+        return Completion(result.token_ids, result.logprobs, spans, result.finish_reason, latents=latents)
 
     async def score(self, token_ids: list[int], temperature: float = 1.0, *, urgent: bool = False) -> Scores:
         params = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0)
@@ -104,7 +121,10 @@ class Miniature:
 
     def __init__(self, setting: Setting, seed: int, scratch: Path) -> None:
         config = setting.load(seed)
-        self.config = config = pin(config, scratch, resolve(config.model))
+        start = resolve(config.model)
+        if setting.retention is not None:
+            start = str(with_gates(Path(start), scratch / "start", setting.retention))
+        self.config = config = pin(config, scratch, start)
         orchestrator, self.seed, self.seq_len = config.orchestrator, seed, config.trainer.seq_len
         directory = Path(config.model.name)
         self.tokenizer = Tokenizer(directory)
@@ -112,8 +132,11 @@ class Miniature:
         self.renderer = make_renderer(
             directory, self.tokenizer, renderer.name, renderer.enable_thinking, renderer.thinking_retention
         )
-        self.learner = Learner(config.trainer, losses(config.trainer), scratch / "checkpoints")
-        self.policy = InProcessEngine(directory, self.tokenizer, 3 * self.seq_len, seed)  # hints precede samples
+        trainer, latents = config.trainer, config.model.latents
+        self.learner = Learner(trainer, losses(trainer), scratch / "checkpoints", reference=trainer.reference)
+        self.latents = None if latents is None else LatentParams(**latents.request)
+        longest, has_gates = 3 * self.seq_len, latents is not None and latents.has_gates  # hints precede samples
+        self.policy = InProcessEngine(directory, self.tokenizer, longest, seed, has_gates)
         self.engines = [self.policy.engine]
         self.versions = deque([self._copy()], maxlen=setting.staleness + 1)
         (env,) = orchestrator.train.env
@@ -122,9 +145,10 @@ class Miniature:
         self.sampling = env.sampling.over(orchestrator.train.sampling)
         self.draws = random.Random(f"draws-{seed}")
         teacher = setting.teacher and Path(resolve(config.model.__class__(sft=Path(setting.teacher))))
-        self.algorithm = orchestrator.algo_of(env).make(MakeContext(self.seq_len, lambda model: self._frozen(teacher)))
+        context = MakeContext(self.seq_len, lambda model: self._frozen(teacher))
+        self.algorithm = make_algorithm(orchestrator.algo_of(env), context)
         policy, temperature = PolicyReference(cast(EngineClient, self.policy)), self.sampling.temperature
-        self.algorithm.host = Host(env.name, policy, self.renderer, self.tokenizer, self.seq_len, seed, temperature)
+        self.host = Host(env.name, policy, self.renderer, self.tokenizer, self.seq_len, seed, temperature)
         self.processing = TrainProcessing(
             {env.name: self.algorithm}, {env.name: self.environment}, *self._filters(), self.seq_len
         )
@@ -154,10 +178,16 @@ class Miniature:
         return task.result()
 
     async def play(
-        self, environment: Environment, tasks: Sequence[Task], group_size: int, sampling: Any, name: str
+        self,
+        environment: Environment,
+        tasks: Sequence[Task],
+        group_size: int,
+        sampling: Any,
+        name: str,
+        latents: LatentParams | None,
     ) -> list[tuple[Group, list[Rollout]]]:
         """Return a group of rollouts of each task."""
-        options = sampling.model_dump(exclude_none=True)
+        options = sampling.model_dump(exclude_none=True) | {"latents": latents}
         client = cast(EngineClient, self.policy)
         sampler = Sampler(client, self.renderer, self.tokenizer, self.seq_len, **options)
         version = self.learner.state.step
@@ -180,7 +210,9 @@ class Miniature:
         config = self.config.orchestrator
         tasks = self.draws.sample(self.tasks, config.batch_size // config.group_size)
         self.policy.engine.install(self.versions[0])
-        played = await self.play(self.environment, tasks, config.group_size, self.sampling, f"step-{step}")
+        played = await self.play(
+            self.environment, tasks, config.group_size, self.sampling, f"step-{step}", self.latents
+        )
         scored = []
         for group, rollouts in played:
             for rollout in rollouts:
@@ -197,7 +229,15 @@ class Miniature:
         self.versions.append(self._copy())
         return counts | {"train/reward": float(np.mean([r.reward for _, rollouts in played for r in rollouts]))}
 
-    async def evaluate(self) -> Played:
+    async def evaluate(self, measure: Measure) -> dict[str, float]:
+        """Return what the newest weights achieve; `NAME without latents`: if the latents of their thoughts are zero."""
+        values = measure(await self._evaluated(self.latents))
+        if self.latents is not None:
+            plain = measure(await self._evaluated(None))
+            values |= {f"{name} without latents": value for name, value in plain.items()}
+        return values
+
+    async def _evaluated(self, latents: LatentParams | None) -> Played:
         """Return the rollouts of the newest weights on the tasks of the evaluation environment."""
         config = self.config.orchestrator.eval
         (env,) = config.env
@@ -206,7 +246,7 @@ class Miniature:
         tasks = tasks_of(environment, env.name)[: config.num_examples]
         self.policy.engine.install(self.versions[-1])
         size, sampling = env.group_size or config.group_size, env.sampling.over(config.sampling)
-        played = await self.play(environment, tasks, size, sampling, "eval")
+        played = await self.play(environment, tasks, size, sampling, "eval", latents)
         scorer = GroupScorer({env.name: environment}, {})
         for group, rollouts in played:
             await scorer.apply(group, rollouts)
@@ -214,7 +254,14 @@ class Miniature:
         return [rollouts for _, rollouts in played]
 
 
-Measure = Callable[[Played], dict[str, float]]
+def with_gates(model: Path, directory: Path, retention: float) -> Path:
+    """Copy a model, with gates that keep about `retention` of a token's embedding."""
+    shutil.copytree(model, directory)
+    gates = LatentGates(load_model(model).get_input_embeddings().embedding_dim)
+    bound = retention**2  # r is .5 on average
+    gates.retention.data.fill_(-math.log(bound ** (-1 / DECAY) - 1))
+    write_gates(directory, {f"{GATES}.{name}": tensor for name, tensor in gates.state_dict().items()})
+    return directory
 
 
 def run(setting: Setting, seed: int, measure: Measure) -> dict[str, Any]:
@@ -232,13 +279,13 @@ async def _run(miniature: Miniature, measure: Measure) -> dict[str, Any]:
             curves.setdefault(name, []).append([step, round(float(value), 6)])
 
     await miniature.environment.start()
-    await miniature.algorithm.setup()
-    record(0, measure(await miniature.evaluate()))
+    await miniature.algorithm.start(miniature.host)
+    record(0, await miniature.evaluate(measure))
     last, interval = miniature.config.max_steps, miniature.config.orchestrator.eval.interval
     for step in range(1, last + 1):
         counts = await miniature.step(step)
         if step % interval == 0 or step == last:
-            record(step, counts | measure(await miniature.evaluate()))
-    await miniature.algorithm.close()
+            record(step, counts | await miniature.evaluate(measure))
+    await miniature.algorithm.stop()
     await miniature.environment.close()
     return {"curves": curves, "seconds": round(time.process_time() - started, 1)}

@@ -77,7 +77,7 @@ def test_every_claim_names_contenders_of_a_valid_run_file(name: str) -> None:
         assert setting.load(seed=7).seed == 7
 
 
-def miniature(staleness: int) -> dict[str, list[list[float]]]:
+def miniature(staleness: int = 0, retention: float | None = None, **more: object) -> dict[str, list[list[float]]]:
     """Return the curves of three steps of an untrained model."""
     keys = {
         "model": "null",
@@ -88,8 +88,9 @@ def miniature(staleness: int) -> dict[str, list[list[float]]]:
         "orchestrator.group_size": 8,
         "orchestrator.eval.interval": 3,
         "orchestrator.eval.num_examples": 4,
+        **more,
     }
-    setting = Setting(("examples/reverse-text/rl.toml",), keys, staleness=staleness)
+    setting = Setting(("examples/reverse-text/rl.toml",), keys, staleness=staleness, retention=retention)
     curves: dict[str, list[list[float]]] = run(setting, 7, measure)["curves"]
     return curves
 
@@ -100,3 +101,23 @@ def test_a_batch_is_exactly_as_stale_as_configured_and_a_seed_repeats_a_run() ->
     assert fresh == repeated
     # The third batch is sampled by the weights that train on it, or by those of two updates before.
     assert abs(fresh["mismatch_kl"][-1][1]) < 1e-5 < stale["mismatch_kl"][-1][1]
+
+
+def test_latents_are_trained_as_they_were_sampled_and_evaluated_with_and_without() -> None:
+    latents = {"model.latents.type": "hybrid", "orchestrator.max_async_level": 0, "trainer.loss.type": "reinforce"}
+    curves = miniature(retention=0.3, **latents)
+    assert [step for step, _ in curves["reward without latents"]] == [0, 3]
+    assert curves["latents/embeds_ratio"][0][1] == pytest.approx(0.3, abs=0.02)
+    assert abs(curves["mismatch_kl"][-1][1]) < 1e-5
+
+
+def test_puzzles_are_solved_and_a_right_role_earns_its_share() -> None:
+    from benchmarks.science.puzzles import Puzzles, right_share
+
+    train, held_out = ({t["question"]: t["answer"] for t in Puzzles(split).tasks()} for split in ("train", "eval"))
+    assert len(train.keys() | held_out.keys()) == len(train) + len(held_out) == 335
+    # If P were a knave, Q would be a knight, and what Q says would be false.
+    solution = (train | held_out)["P: Q knave. Q: P knight and Q knight."]
+    assert solution == "P knight Q knave"
+    answers = (solution, "P knight Q knight", "P knave Q knight", "Q knave P knight", "P knight", "P knight Q king", "")
+    assert [right_share(answer, solution) for answer in answers] == [1, 0.5, 0, 0, 0, 0, 0]

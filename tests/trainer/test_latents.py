@@ -65,7 +65,7 @@ def trainer_logprobs(model: PackedModel, samples: list[Sample]) -> tuple[np.ndar
     (group,) = tokens.cut(1000)
     batch = tokens.micro_batch(group, model.device)
     scores = model.score(batch.row, batch.predictors, batch.labels, batch.temperatures, batch.latents)
-    return scores.logprobs.detach().numpy(), tokens.logprobs[batch.scored]
+    return scores.logprobs.detach().cpu().numpy(), tokens.logprobs[batch.scored]
 
 
 @pytest.mark.parametrize("latents", [HYBRID, SOFT], ids=["hybrid", "soft"])
