@@ -1,4 +1,4 @@
-"""Grouped products of experts: in the compute type, one per projection, whatever the number of experts."""
+"""Experts in training: grouped products in the compute type, and the cost of those that a token takes."""
 
 from pathlib import Path
 from typing import Any
@@ -33,3 +33,14 @@ def test_experts_are_two_products_per_layer_in_the_compute_type(
     with Products() as products:
         score(model, sequences(), 1.0)
     assert products.types == [torch.bfloat16] * 2 * 2  # layers, and both directions
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_a_token_costs_the_products_with_its_own_experts(family: str, tmp_path: Path) -> None:
+    model = PackedModel(write_model(tmp_path, family))
+    matrices = {name: weight for name, weight in model.module.named_parameters() if weight.ndim > 1}
+    small = ("embed_tokens", "gate.weight", "shared_expert_gate")  # a table that is read, and routers
+    active = sum(
+        w.numel() // (2 if w.ndim == 3 else 1) for name, w in matrices.items() if not any(s in name for s in small)
+    )
+    assert model.cost.a == 2 * active  # two of four experts; a multiplication and an addition each

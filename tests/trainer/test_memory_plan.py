@@ -1,5 +1,7 @@
 """Plans: what is kept is what pays most for its memory, and what is planned fits."""
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.trainer.memory_plan import GIB, MODES, MemoryPlan, Mode, ModelSizes, make_memory_plan
@@ -28,6 +30,12 @@ def test_bytes_of_a_token_are_those_counted_by_hand():
     # Two norms, rotated queries and keys, the activation; the second stream instead of the output projection.
     everything = selective + 2 * (2 * 1024 + 2048 + 1024 + 3072) + (4 - 2) * 1024
     assert QWEN3.kept() == {"full": full, "attention": attention, "selective": selective, False: everything}
+
+
+def test_experts_keep_the_inputs_and_outputs_of_a_token_once_for_each_that_it_takes():
+    dense, experts = QWEN3.kept(), replace(QWEN3, experts_per_token=8).kept()
+    outputs = 2 * 8 * 1024
+    assert [experts[mode] - dense[mode] for mode in MODES] == [0, 0, outputs, 3 * outputs]
 
 
 def test_more_memory_never_means_more_recomputing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from headrace.transport.files import check_regular
 ALL_LINEAR = "all-linear"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json with the number of experts in a layer."""
+CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+"""Keys with the number of experts that a token takes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class LayerSizes:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
+    """Width of what a token uses: of a model with experts, that of its chosen and shared ones together."""
     vocab_size: int
+    experts_per_token: int = 0
 
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Return inputs and outputs of a layer's linear maps, by the names that most models give them."""
@@ -78,18 +82,41 @@ def read_shape(directory: Path) -> ModelShape | None:
             num_attention_heads=int(heads),
             num_key_value_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            intermediate_size=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
             vocab_size=int(config["vocab_size"]),
+            **feed_forward_sizes(config),
         )
     except (KeyError, TypeError, ValueError):
         return None
     ties = bool(settings.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     parameters = _count_stored(directory, ties)
     if parameters is None:
-        if any(config.get(key) not in (None, 0, 1) for key in EXPERT_KEYS):
-            return None
         parameters = _count_by_sizes(sizes, ties)
+        if sizes.experts_per_token:
+            experts, width = _experts(config)
+            chosen = sizes.experts_per_token
+            matrices = 3 * (experts - chosen) * width + experts  # those that a token does not take, and the router
+            parameters += sizes.num_hidden_layers * sizes.hidden_size * matrices
     return ModelShape(sizes, parameters, config.get("max_position_embeddings"))
+
+
+def feed_forward_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the width of the feed-forward layers that a token uses, and how many experts it takes.
+
+    Layers without experts, which some models begin with, count as if they had them: they are about as wide.
+    """
+    experts, width = _experts(config)
+    dense = int(config.get("intermediate_size") or 4 * config["hidden_size"])
+    if experts < 2:
+        return {"intermediate_size": dense}
+    chosen = next((int(config[key]) for key in CHOSEN_KEYS if config.get(key)), 1)
+    shared = int(config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width)
+    return {"intermediate_size": chosen * width + shared, "experts_per_token": chosen}
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of experts in a layer, and the width of each."""
+    count = next((int(config[key]) for key in EXPERT_KEYS if config.get(key)), 0)
+    return count, int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
 
 
 def adapter_share(directory: Path, r: int, target_modules: str | Sequence[str]) -> float | None:

@@ -69,7 +69,7 @@ def cost_of_model(
     intermediate_size: int,
     vocab_size: int,
 ) -> Cost:
-    """Return the cost from the fields of a model's config.
+    """Return the cost from the fields of a model's config; `intermediate_size` is the width that a token uses.
 
     a = layers * (2*h*heads*hd [q] + 4*h*kv*hd [k, v] + 2*heads*hd*h [o] + 6*h*ffn [gate, up, down]) + 2*h*V [lm-head],
     b = 2 * layers * heads * hd [scores and values, halved by causality].

@@ -31,7 +31,7 @@ from headrace.inference.latents import (
     noise_scale,
     write_gates,
 )
-from headrace.inference.model_shape import check_weights
+from headrace.inference.model_shape import check_weights, feed_forward_sizes
 from headrace.inference.model_support import training_obstacle
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import LatentParams
@@ -188,7 +188,7 @@ class PackedModel:
     @property
     def cost(self) -> Cost:
         """The cost of training on a sequence, for load balancing."""
-        return cost_of_model(**self._sizes)
+        return cost_of_model(**{name: size for name, size in self._sizes.items() if name != "experts_per_token"})
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -251,7 +251,7 @@ class PackedModel:
                 available = min(available, total - self._engines.reserved_bytes(self.module.num_parameters(), total))
             limit = int(USED_SHARE_OF_FREE * available)
         limit = -self.ranks.most(-limit)
-        state = self._state // self.ranks.size
+        state = self._state // self.ranks.size + self._expert_copies()
         learns = self.module.get_output_embeddings().weight.requires_grad
         plan = make_memory_plan(
             sizes, limit, state=state, chunk=self._chunk, longest=self._longest, mode=choice, head_learns=learns
@@ -259,6 +259,12 @@ class PackedModel:
         if plan.bytes > limit:
             log.warning("a step may not fit into its %.1f GiB: %s", limit / 2**30, plan)
         return plan
+
+    def _expert_copies(self) -> int:
+        """Return the bytes of trained experts in the compute type, and of the largest gradient before it is added."""
+        sizes = [p.numel() for p in self.module.parameters() if p.ndim == 3 and p.requires_grad]
+        kept = 0 if self.compiles or self.dtype == torch.float32 else self.dtype.itemsize * sum(sizes)
+        return kept + (4 + 2 * self.dtype.itemsize) * max(sizes, default=0)
 
     def _check_packing(self) -> None:
         """Raise unless packed sequences with a shared prefix give the logits of separate forward passes."""
@@ -382,8 +388,8 @@ def _sizes(config: Any) -> dict[str, int]:
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": head_size(config),
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "vocab_size": config.vocab_size,
+        **feed_forward_sizes(config.to_dict()),
     }
 
 
