@@ -62,15 +62,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
 FAMILIES = DENSE | EXPERTS
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0, **sizes: Any) -> Any:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **sizes}))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # zero at first: then its place in files would not matter
             buffer.normal_(std=0.1)
     return model.eval()
 
 
-def write_model(directory: Path, family: str, seed: int = 0) -> Path:
-    make_model(family, seed).save_pretrained(directory)
+def write_model(directory: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
+    make_model(family, seed, **sizes).save_pretrained(directory)
     return directory

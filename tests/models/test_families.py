@@ -1,9 +1,9 @@
 """Every family of models through training, sampling, publishing, LoRA and export, against plain transformers."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +21,9 @@ from headrace.tools.models.families import FAMILIES as SUPPORT
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher
 from headrace.transport.weights import WeightStore
+from tests.inference.host_driver import HostDriver, use
 from tests.inference.plain_forward import assert_like_plain, plain_logprobs, random_prompt, run_all
+from tests.inference.weights_sender import SenderProcess
 from tests.models.families import EXPERTS, FAMILIES, make_model, write_model
 
 SAMPLED = [name for name in FAMILIES if not SUPPORT[name].engine]
@@ -124,6 +126,37 @@ def test_published_weights_reach_the_engine(family: str, way: str, tmp_path: Pat
     engine.update_weights(store.path(V1), V1)
     assert_samples_from(engine, tmp_path / "new")
     publisher.close()
+
+
+class SharingTrainer(NamedTuple):
+    """A trainer in a process of its own, which shares memory with engines: files stand in for that of a GPU."""
+
+    process: SenderProcess
+    store: WeightStore
+    memory: Path
+
+
+@pytest.fixture(scope="module")
+def sharing_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharingTrainer]:
+    root = tmp_path_factory.mktemp("sharing")
+    store = WeightStore(root / "weights")
+    process = SenderProcess(store.directory, "ipc", "cpu", root / "memory")
+    yield SharingTrainer(process, store, root / "memory")
+    process.kill()
+
+
+@pytest.mark.parametrize("family", marked(SAMPLED))
+def test_weights_in_shared_memory_reach_the_engine(
+    family: str, sharing_trainer: SharingTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer, version = sharing_trainer, Version(0, 1 + SAMPLED.index(family))
+    use(HostDriver(trainer.memory), replace=monkeypatch.setattr)
+    engine = Engine(load_model(write_model(tmp_path / "old", family)), max_model_len=64)
+    PackedModel(write_model(tmp_path / "new", family, seed=1)).save(tmp_path / "saved", torch.float32)
+    assert trainer.process.publish(version, tmp_path / "saved" / "model.safetensors")
+    engine.update_weights(trainer.store.path(version), version)
+    assert_samples_from(engine, tmp_path / "new")
+    engine.link.close()
 
 
 @pytest.mark.parametrize("family", marked(FAMILIES))

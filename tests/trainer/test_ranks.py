@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from headrace.rollout.batch import Batch, BatchSample, encode_batch
 from headrace.rollout.types import Sample
 from headrace.transport.token_exports import read_header
+from tests.models.families import write_model
 from tests.trainer.rank_program import LR
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model
 
@@ -65,7 +66,9 @@ class Outcome:
         return [key for key in self.tensors if key.startswith(f"{prefix}.")]
 
 
-LLAMA, LORA, LATENTS = (pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora", "latents"))
+LLAMA, LORA, LATENTS, EXPERTS = (
+    pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora", "latents", "qwen3_moe")
+)
 
 
 def with_latents(sample: Sample) -> Sample:
@@ -75,14 +78,17 @@ def with_latents(sample: Sample) -> Sample:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", LLAMA, LORA, LATENTS],
-    ids=["tied embeddings", "untied embeddings", "an adapter", "latents of every other sample"],
+    params=["qwen3", LLAMA, LORA, LATENTS, EXPERTS],
+    ids=["tied embeddings", "untied embeddings", "an adapter", "latents of every other sample", "three experts"],
 )
 def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Where one process, and where two ranks, have left their outcome for every batch."""
     root = tmp_path_factory.mktemp("ranks")
     options = [request.param] if request.param in ("lora", "latents") else []
-    model = write_random_model(root / "model", ARCHITECTURES["qwen3" if options else request.param])
+    if request.param == "qwen3_moe":
+        model = write_model(root / "model", request.param, num_experts=3)  # which two ranks do not share evenly
+    else:
+        model = write_random_model(root / "model", ARCHITECTURES["qwen3" if options else request.param])
     batches, one, two = (root / name for name in ("batches", "one", "two"))
     for directory in (batches, one, two):
         directory.mkdir()

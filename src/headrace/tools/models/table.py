@@ -13,7 +13,8 @@ PREFACE = """\
 `make docs` writes this page; `headrace models` prints the table. `tests/models` trains, samples, publishes, adapts and
 exports a tiny random model of each family, and compares it with plain transformers: the loss and gradients of packed
 rows with shared prefixes; the logprobs of the engine with chunked prompts, cached prefixes and seeds; new weights in
-the engine, from files and from the trainer's memory; LoRA adapters in PEFT; the exported model in transformers.
+the engine, from files, over the link and through shared memory; LoRA adapters in PEFT; the exported model in
+transformers.
 
 A family that is not in the table may work: trainer and engine compare themselves with the plain model when they load
 it, and refuse a model that they do not reproduce. Models with images or sound are refused, and so are models with an
