@@ -15,6 +15,7 @@ from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, start, wait_until, write_run_file
 from tests.end_to_end.test_algorithms import ENVIRONMENTS, LETTERS, count, served, trained_components
 from tests.observe.metrics_page import undocumented
+from tests.observe.test_prometheus import scrape
 
 BROKEN = """
 [[orchestrator.train.env]]
@@ -37,16 +38,29 @@ def test_in_a_mixture_a_dead_teacher_and_a_broken_environment_cost_their_own_rol
     run = RunDir(tmp_path / "run")
     with served(tiny_model) as (teacher, url):
         overlay = tmp_path / "mixture.toml"
-        overlay.write_text(ENVIRONMENTS.format(letters=LETTERS, url=url) + BROKEN + CURRICULUM)
+        overlay.write_text(ENVIRONMENTS.format(letters=LETTERS, url=url) + BROKEN + CURRICULUM + "[prometheus]\n")
         launcher = start("rl", write_run_file(tmp_path, tiny_model), overlay, "--max_steps", 8)
         wait_until(lambda: count(run, "algo/scored/prefills") >= 2 or launcher.poll() is not None, "two scored batches")
+        _check_scraped(run)
         teacher.send_signal(signal.SIGKILL)
         code, output = finish(launcher, timeout=300)
     assert code == 0, output
     assert trained_components(run) == {"rewarded": {"rl"}, "scored": {"ref_kl"}, "imitated": {"ce"}}
     _check_reported_once(run, url)
     _check_report(run, output)
+    assert not run.prometheus_targets.exists()
     assert headrace("audit", run.root)[0] == 0
+
+
+def _check_scraped(run: RunDir) -> None:
+    assert {path.stem for path in run.prometheus_targets.iterdir()} == {
+        "launcher", "inference", "orchestrator", "trainer"
+    }  # fmt: skip
+    assert scrape(run, "launcher")["headrace_process_running", "trainer"] == 1
+    assert scrape(run, "inference")["headrace_tokens_sampled_total",] > 0
+    assert scrape(run, "trainer")["headrace_waiting_seconds",] >= 0
+    assert scrape(run, "orchestrator")["headrace_completion_tokens_count",] > 0
+    assert json.loads(run.grafana_dashboard.read_text())["panels"]
 
 
 def _check_reported_once(run: RunDir, url: str) -> None:

@@ -1,57 +1,44 @@
 """`/metrics` as Prometheus reads it."""
 
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.inference.backend import EngineState
-from headrace.inference.server.metrics import BOUNDS_S, Histogram, Metrics
+from headrace.inference.server.metrics import BOUNDS_S, Metrics
+from headrace.observe.exposition import Histogram
 from headrace.rollout.version import Version
 from tests.inference.serving import backend_of, chat_of, served
 
-SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)')
 STATE = EngineState(Version(1, 7), 3, 2, True, 8, 0.25, 100, 50, 20, 4, {"stop": 5, "length": 1})
 
 
-def parsed(text: str) -> dict[str, float]:
-    """Every sample by its name and labels; each after the help and the type of its family, as the format wants."""
-    assert text.endswith("\n")
-    samples: dict[str, float] = {}
-    family, helped = "", ""
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            helped = line.split(" ")[2]
-        elif line.startswith("# TYPE "):
-            family, kind = line.split(" ")[2:]
-            assert family == helped and kind in ("counter", "gauge", "histogram")
-            assert not any(name.partition("{")[0] == family for name in samples)
-        else:
-            match = SAMPLE.fullmatch(line)
-            assert match, line
-            assert match[1].removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") == family
-            samples[line.rpartition(" ")[0]] = float(match[3])
-    return samples
+def parsed(lines: Iterable[str]) -> dict[tuple[str, ...], float]:
+    """Every sample by its name and the values of its labels."""
+    families = text_string_to_metric_families("\n".join([*lines, ""]))
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
 
 def test_the_engine_state_is_exported() -> None:
-    samples = parsed(Metrics().text(STATE, "tiny"))
+    samples = parsed(Metrics().lines(STATE, "tiny"))
     names = ("requests_running", "requests_waiting", "paused", "kv_cache_usage", "preemptions_total", "failed")
-    assert [samples[f"headrace_{name}"] for name in names] == [3, 2, 1, 0.25, 4, 0]
+    assert [samples[f"headrace_{name}",] for name in names] == [3, 2, 1, 0.25, 4, 0]
     names = ("tokens_sampled_total", "tokens_computed_total", "tokens_cached_total", "requests_capacity")
-    assert [samples[f"headrace_{name}"] for name in names] == [100, 50, 20, 8]
-    assert samples['headrace_requests_finished_total{reason="stop"}'] == 5
-    assert samples['headrace_weights_info{model="tiny",version="1-7"}'] == 1
+    assert [samples[f"headrace_{name}",] for name in names] == [100, 50, 20, 8]
+    assert samples["headrace_requests_finished_total", "stop"] == 5
+    assert samples["headrace_weights_info", "tiny", "1-7"] == 1
 
 
 def test_names_are_escaped() -> None:
-    samples = parsed(Metrics().text(STATE, 'a"b\\c\nd'))
-    assert samples['headrace_weights_info{model="a\\"b\\\\c\\nd",version="1-7"}'] == 1
+    samples = parsed(Metrics().lines(STATE, 'a"b\\c\nd'))
+    assert samples["headrace_weights_info", 'a"b\\c\nd', "1-7"] == 1
 
 
 def test_a_histogram_counts_what_lies_below_each_bound() -> None:
-    histogram = Histogram()
+    histogram = Histogram(BOUNDS_S)
     for value in (0.005, 0.006, 400.0):
         histogram.observe(value)
     lines = list(histogram.lines("x"))
@@ -75,10 +62,10 @@ async def test_requests_are_counted_by_route_and_status_and_unknown_routes_toget
             await (await http.get(path)).read()
         async with http.get("/metrics") as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-            samples = parsed(await answer.text())
-    assert samples['headrace_http_requests_total{route="/v1/completions",status="200"}'] == 2
-    assert samples['headrace_http_requests_total{route="/v1/completions",status="400"}'] == 1
-    assert samples['headrace_http_requests_total{route="other",status="404"}'] == 2
-    assert samples["headrace_http_request_seconds_count"] == 5
-    assert samples["headrace_first_token_seconds_count"] == 1
-    assert samples["headrace_tokens_sampled_total"] >= 4
+            samples = parsed((await answer.text()).splitlines())
+    assert samples["headrace_http_requests_total", "/v1/completions", "200"] == 2
+    assert samples["headrace_http_requests_total", "/v1/completions", "400"] == 1
+    assert samples["headrace_http_requests_total", "other", "404"] == 2
+    assert samples["headrace_http_request_seconds_count",] == 5
+    assert samples["headrace_first_token_seconds_count",] == 1
+    assert samples["headrace_tokens_sampled_total",] >= 4

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-from headrace.inference.backend import EngineState
-from headrace.inference.server.metrics import Metrics
-from headrace.rollout.version import Version
 from headrace.trainer.loss import PackedInputs, ce_loss, k2_loss, k3_loss, ref_kl_loss
 from headrace.trainer.losses import policy_loss
 from tests.observe.metrics_page import ANY, documented, first_cells, names_in, undocumented
@@ -21,7 +18,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "headrace"
 WRITERS = [file for room in ("trainer", "orchestrator") for file in sorted((SOURCE / room).rglob("*.py"))]
 WRITERS.append(SOURCE / "inference" / "latents.py")
 """Algorithms have a table of their own, in docs/reference/algorithms.md."""
-SERVER = {name for name in documented() if name.startswith("headrace_")}
+SERVED = {name for name in documented() if name.startswith("headrace_")}
+"""Names for Prometheus, which have a test of their own."""
 NEVER_RECORDED = {"cancelled"}
 """The reason of what a run that is stopped leaves behind: nothing is recorded after that."""
 
@@ -66,7 +64,7 @@ def made_by(file: Path, names: set[str]) -> set[str]:
 
 def test_every_name_of_the_page_is_written_somewhere():
     names = {name for _, cell in first_cells("name") for name in names_in(cell)}
-    assert names - SERVER - {name for file in WRITERS for name in made_by(file, names)} == set()
+    assert names - SERVED - {name for file in WRITERS for name in made_by(file, names)} == set()
 
 
 def test_every_text_in_the_code_that_begins_like_a_metric_is_on_the_page():
@@ -95,11 +93,6 @@ def losses() -> Iterator[dict[str, object]]:
 def test_the_losses_of_the_page_are_what_losses_and_the_step_report():
     reported = {name for metrics in losses() for name in metrics} | {"loss", "entropy"}
     assert {name for heading, cell in first_cells("name") if heading == "Losses" for name in names_in(cell)} == reported
-
-
-def test_the_metrics_of_a_server_are_those_that_it_tells():
-    state = EngineState(Version(0, 0), running=0, waiting=0, paused=False, capacity=1, kv_usage=0.0)
-    assert set(re.findall(r"^# TYPE (\S+)", Metrics().text(state, "model"), re.MULTILINE)) == SERVER
 
 
 def test_what_the_page_tells_people_to_look_at_is_explained_below():

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import Failure
+from headrace.observe.histograms import count, decode
 from headrace.rollout.packing import pack
 from headrace.rollout.types import Sample
 from headrace.trainer.loss import ce_loss, k2_loss, k3_loss, ref_kl_loss
@@ -72,6 +73,18 @@ def test_rl_gradient_is_that_of_the_formula_on_each_sequence_alone(directory: Pa
     assert result.metrics["loss"] == pytest.approx(total.item(), rel=1e-4)
     assert result.tokens == sum(map(len, samples))
     assert_same(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16384, 16])
+def test_the_histogram_has_the_ratio_of_every_trained_token(directory: Path, micro_batch_tokens: int):
+    samples = random_samples(seed=3, count=9)
+    result, _ = run(directory, samples, micro_batch_tokens=micro_batch_tokens)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    logprobs = [plain_logprobs(model, sample).detach().numpy() for sample in samples]
+    ratios = [np.exp(t - s.logprobs)[s.mask] for t, s in zip(logprobs, samples, strict=True)]
+    expected, recorded = count("ratio", np.concatenate(ratios)), decode("ratio", result.histograms["histogram/ratio"])
+    assert recorded.counts.tolist() == expected.counts.tolist()
+    assert recorded.total == pytest.approx(expected.total, rel=1e-4)
 
 
 def test_components_are_divided_by_their_own_member_counts_and_add_up(directory: Path):

@@ -30,6 +30,7 @@ from headrace.launch.process import PARENT_VAR, stop_with_launcher
 from headrace.launch.run_directory import LATEST, plan_directory
 from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
 from headrace.machine import frozen_imports, keep_compiled_kernels
+from headrace.observe.prometheus import exporting_records
 from headrace.observe.status import Status, is_up, setup_logging
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
@@ -115,7 +116,11 @@ def run_orchestrator(arguments: argparse.Namespace) -> int:
     run = run_directory(config)
     orchestrator = config.orchestrator if isinstance(config, RunConfig) else config.evaluator()
     apply_settings(SandboxSettings(**config.environments.sandbox.model_dump()))
-    with process("orchestrator", run) as status, forwarding(run, config.wandb, config.tensorboard):
+    with (
+        process("orchestrator", run) as status,
+        exporting_records(config.prometheus, run, status),
+        forwarding(run, config.wandb, config.tensorboard, config.trackio),
+    ):
         shares_device = arguments.sharing == "alternate"
         over = main.run(orchestrator, run=run, status=status, servers=arguments.servers, shares_device=shares_device)
     # The exit code distinguishes the end of the run from a requested stop.
@@ -175,10 +180,11 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     # An orchestrator, if there is one, forwards the metrics, because it ends last.
     forwards = is_first and isinstance(config, OfflineConfig) and not config.evaluates
-    monitors = (config.wandb, config.tensorboard) if forwards else (None, None)
+    monitors = (config.wandb, config.tensorboard, config.trackio) if forwards else (None, None, None)
     with (
         hold_epoch(run.root, "trainer") if is_first else nullcontext(),
         process("trainer", run) as status,
+        exporting_records(config.prometheus, run, status),
         forwarding(run, *monitors),
     ):
         request = StopRequest(status)

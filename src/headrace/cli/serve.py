@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 
 from headrace.cli.common import RUN_FILES
@@ -19,6 +20,7 @@ from headrace.launch.process import stop_with_launcher
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
 from headrace.machine import frozen_imports, keep_compiled_kernels
+from headrace.observe.prometheus import exporting
 from headrace.observe.status import setup_logging
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.runfile.run import RunConfig
@@ -80,7 +82,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
         return 0
     with process(arguments.name or "inference", run) as status:
         shared = colocated_trainer(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
-        serve(config, status=status, run=run, shared=shared, engine=engine)
+        prometheus = read_sampled_run(Path(arguments.target)).prometheus
+        export = partial(exporting, prometheus, run, status.current.process)
+        serve(config, status=status, run=run, shared=shared, engine=engine, export=export)
     return 0
 
 

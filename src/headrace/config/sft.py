@@ -11,8 +11,9 @@ from pydantic import Field
 from headrace.config.base import Config
 from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
+from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, RendererConfig
+from headrace.config.monitors import PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.config.orchestrator import (
     NOTHING_EVALUATED,
     EvalConfig,
@@ -179,6 +180,10 @@ class OfflineConfig(TrainingConfig):
     """Send metrics to Weights & Biases; unset: no."""
     tensorboard: TensorboardConfig | None = None
     """Write metrics as TensorBoard files; unset: no."""
+    trackio: TrackioConfig | None = None
+    """Write metrics to trackio's database; unset: no."""
+    prometheus: PrometheusConfig | None = None
+    """Serve the metrics of each process to Prometheus; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     def problems(self) -> Iterator[InvalidValue]:

@@ -20,6 +20,7 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump, read_toml
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
+from headrace.config.monitors import MONITORS
 from headrace.config.sft import SftDataConfig, SftEvalConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.saved_config import pin, read_model_file, save
@@ -69,7 +70,7 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     for notice in notices:
         _print(notice)
     # Only the model is kept: evaluations would be deleted, and monitors would show a deleted directory.
-    config = config.model_copy(update={"eval": SftEvalConfig(), "wandb": None, "tensorboard": None})
+    config = config.model_copy(update={"eval": SftEvalConfig(), **dict.fromkeys(MONITORS)})
     if config.lora is not None:
         config = config.model_copy(update={"lora": config.lora.model_copy(update={"save_merged": True})})
     base = resolve(config.model, (*trail, file.resolve()))

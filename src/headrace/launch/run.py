@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
+from shutil import rmtree
 from typing import Any
+
+import msgspec
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, without_exported
+from headrace.config.monitors import PrometheusConfig
 from headrace.config.sft import OfflineConfig, SftConfig
 from headrace.errors import BadInput
 from headrace.launch.driver import Driver
@@ -28,11 +32,14 @@ from headrace.launch.run_directory import hold
 from headrace.launch.run_plan import RunPlan
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
+from headrace.observe.grafana import dashboard
+from headrace.observe.prometheus import exporting
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import RunConfig
 from headrace.transport.announcements import announcements
 from headrace.transport.epochs import LAUNCHER_VAR
+from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
 LAST_PORT = 65535
@@ -72,6 +79,7 @@ def launch(
             return supervisor
 
         supervisor = make(resume)
+        stack.enter_context(_exporting(config.prometheus, run, lambda: supervisor.metric_lines()))
         try:
             for _ in range(config.launch.max_restarts):
                 try:
@@ -98,6 +106,21 @@ def launch(
     else:
         print(text(run, summarize(run, supervisor.history)))
     return code
+
+
+@contextmanager
+def _exporting(config: PrometheusConfig | None, run: RunDir, lines: Callable[[], Iterator[str]]) -> Iterator[None]:
+    """Serve the launcher's metrics, write the dashboard, and delete the addresses that killed processes leave."""
+    if config is None or not config.enabled:
+        yield
+        return
+    rmtree(run.prometheus_targets, ignore_errors=True)
+    write_atomically(run.grafana_dashboard, msgspec.json.format(msgspec.json.encode(dashboard())))
+    try:
+        with exporting(config, run, "launcher", lines):
+            yield
+    finally:
+        rmtree(run.prometheus_targets, ignore_errors=True)
 
 
 def open_hosts(config: RunConfig | OfflineConfig, run: RunDir, inherited: Sequence[int] = ()) -> tuple[Hosts, Driver]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from queue import SimpleQueue
@@ -28,6 +28,7 @@ from headrace.launch.heartbeat import Heartbeat
 from headrace.launch.hosts.base import Host, HostProcess, Hosts, ProcessSpec
 from headrace.launch.out_of_memory import MEMORY_ADVICE, OomMonitor, OutOfMemory
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
+from headrace.launch.run_metrics import launcher_lines
 from headrace.launch.signals import SAVE_AND_STOP, signals_to
 from headrace.launch.watch import STALL_S, Watch, not_up
 from headrace.machine import HostMemory
@@ -84,6 +85,8 @@ class Supervisor:
         self._killed: set[HostProcess] = set()
         """Processes that were killed because they had failed and did not end."""
         self._restarts = Restarts(max_restarts, restart_delay_s)
+        self._restarted: Counter[str] = Counter()
+        """By unit, in the whole run."""
         self._displaced: dict[str, str] = {}
         """Units that wait for a new place: what was lost."""
         self._host_wait: HostWait | None = None
@@ -125,6 +128,11 @@ class Supervisor:
         except FutureTimeout:
             raise LaunchError("the run is starting or ending; try again later") from None
 
+    def metric_lines(self) -> Iterator[str]:
+        """Return metrics of the run, from any thread."""
+        running = {name: process.running for name, process in list(self._fleet.processes.items())}
+        return launcher_lines(self.history, self._statuses, running, dict(self._restarted))
+
     def say(self, sentence: str) -> None:
         self._view.say(sentence)
 
@@ -139,6 +147,7 @@ class Supervisor:
 
     def _start_unit(self, unit: str, *, again: bool = False) -> None:
         self._fleet.start(unit, again=again)
+        self._restarted[unit] += again
         self._up.difference_update(process.name for process in self._fleet.members(unit))
         self._started = self._clock.monotonic()  # of the last one: other processes may wait for it to come up
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ Curve = list[tuple[int, float]]
 INCARNATIONS = ("progress/incarnation", "eval/incarnation")
 """Incarnation of the weights in training and in evaluation records; a trainer that goes back begins a new one. Two
 names, since monitors do not distinguish the processes that write records."""
+
+
+OBSERVERS: list[Callable[[int, Mapping[str, Any]], None]] = []
+"""Called with the step and the metrics of each record that this process writes."""
 
 
 class Means:
@@ -65,6 +69,8 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a record in a single write, so lines of several processes never mix."""
+        for observe in OBSERVERS:
+            observe(step, metrics)
         record = {"step": step, "time": time.time(), "process": self.process, **metrics}
         line = msgspec.json.encode(record) + b"\n"
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -119,10 +125,15 @@ class MetricsCollector:
 _decode = msgspec.json.Decoder(dict[str, float | int | bool | str | None]).decode
 
 
-def _read_record(line: bytes) -> Record:
-    """Decode a line, without texts but the process's name; raises `ValueError` unless it has a step and a time."""
+def _read_record(line: bytes, texts: str) -> Record:
+    """Decode a line, without texts but the process's name and those whose name begins with `texts`.
+
+    Raises `ValueError` unless it has a step and a time.
+    """
     record: Record = {
-        name: value for name, value in _decode(line).items() if not isinstance(value, str) or name == "process"
+        name: value
+        for name, value in _decode(line).items()
+        if not isinstance(value, str) or name == "process" or (texts and name.startswith(texts))
     }
     if type(record.get("step")) is not int or record["step"] < 0 or type(record.get("time")) not in (int, float):
         raise ValueError("it has no step, or no time")
@@ -132,8 +143,9 @@ def _read_record(line: bytes) -> Record:
 class Tail:
     """Reads the records appended since the last call. Damaged lines are left out and reported."""
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path, self.offset = path, offset
+    def __init__(self, path: Path, offset: int = 0, *, texts: str = "") -> None:
+        """`texts`: how the names of texts begin that are read, too."""
+        self.path, self.offset, self._texts = path, offset, texts
 
     def read(self) -> list[Record]:
         if self.path.name not in names(self.path.parent) or self.path.stat().st_size <= self.offset:
@@ -146,7 +158,7 @@ class Tail:
         records, damage, lines = [], [], whole.split(b"\n")[:-1]
         for line in lines:
             try:
-                records.append(_read_record(line))
+                records.append(_read_record(line, self._texts))
             except ValueError as error:  # a full disk cuts a line in two; the other lines are fine
                 damage.append(error)
         if damage:

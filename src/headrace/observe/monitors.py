@@ -1,9 +1,9 @@
-"""Forwarding of a run's metrics, and a few of its rollouts, to Weights & Biases and TensorBoard.
+"""Forwarding of a run's metrics, and a few of its rollouts, to Weights & Biases, TensorBoard and trackio.
 
 One thread per monitor follows `metrics.jsonl`, which all processes of the run write, so one monitor run shows them all
-and no process waits for a monitor. Tables of rollouts, and histograms of advantages, come from the rollout files of
-steps and evaluations. The position of each monitor is saved in the run directory, and a restart continues from there;
-a kill between sending and saving repeats the last records at the same step. Repeated evaluations are not sent again.
+and no process waits for a monitor. Tables of rollouts come from the rollout files of steps and evaluations. The
+position of each monitor is saved in the run directory, and a restart continues from there; a kill between sending and
+saving repeats the last records at the same step. Repeated evaluations are not sent again.
 
 Left out on purpose: system statistics.
 """
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.config.files import read_toml
-from headrace.config.launch import TensorboardConfig, WandbConfig
+from headrace.config.monitors import TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.errors import BadInput
+from headrace.observe.histograms import BOUNDS, PREFIX, decode
 from headrace.observe.metrics import Record, Tail, read_metrics
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RolloutKind, RunDir
@@ -58,13 +59,18 @@ class Monitor(Protocol):
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None: ...
 
-    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None: ...
+    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None: ...
 
     def close(self) -> None: ...
 
 
 @contextmanager
-def forwarding(run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardConfig | None) -> Iterator[None]:
+def forwarding(
+    run: RunDir,
+    wandb: WandbConfig | None,
+    tensorboard: TensorboardConfig | None,
+    trackio: TrackioConfig | None = None,
+) -> Iterator[None]:
     """Forward metrics and samples to the configured monitors while inside."""
     with ExitStack() as stack:
         if tensorboard is not None and tensorboard.enabled:
@@ -74,6 +80,9 @@ def forwarding(run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardC
         if wandb is not None and wandb_mode(wandb) != "disabled":
             options = wandb.model_dump(include=SAMPLE_OPTIONS)
             stack.enter_context(Forwarder(run, "wandb", Wandb(run, wandb), **options))
+        if trackio is not None and trackio.enabled:
+            options = trackio.model_dump(include=SAMPLE_OPTIONS)
+            stack.enter_context(Forwarder(run, "trackio", Trackio(run, trackio), **options))
         yield
 
 
@@ -107,7 +116,7 @@ class Forwarder:
         self._samples, self._samples_interval, self._eval_samples = samples, samples_interval, eval_samples
         kinds = ("offset", "samples", "eval-samples")
         self._mark, self._samples_mark, self._eval_mark = (run.root / "monitors" / f"{name}.{kind}" for kind in kinds)
-        self._tail = Tail(run.metrics, _read_mark(self._mark))
+        self._tail = Tail(run.metrics, _read_mark(self._mark), texts=PREFIX)
         self._step = _read_mark(self._samples_mark)
         shown = msgspec.json.decode(self._eval_mark.read_bytes()) if self._eval_mark.exists() else []
         self._shown = {(step, env) for step, env in shown}
@@ -137,6 +146,7 @@ class Forwarder:
     def _forward(self) -> None:
         if records := self._tail.read():
             self._monitor.send(records)
+            self._send_histograms(records)
             write_atomically(self._mark, str(self._tail.offset).encode())
         for kind, send in ((RolloutKind.TRAIN, self._send_step), (RolloutKind.EVAL, self._send_evaluation)):
             for step, path in kind.files(self._rollouts).items():
@@ -145,18 +155,22 @@ class Forwarder:
                 except FileNotFoundError:
                     log.info("%s: not sent, deleted by keep_rollouts before", path)
 
+    def _send_histograms(self, records: list[Record]) -> None:
+        for record in records:
+            for name in (key.removeprefix(PREFIX) for key in record if key.startswith(PREFIX)):
+                if name in BOUNDS:
+                    counts, edges = decode(name, record[PREFIX + name]).buckets(name)
+                    self._monitor.send_histogram(name, record["step"], counts, edges)
+
     def _send_step(self, step: int, path: Path) -> None:
-        """Send the mean advantages of a new step, and some of its rollouts."""
+        """Send some rollouts of a new step."""
         if step <= self._step:
             return
         self._step = step
         count = 0 if step % self._samples_interval else self._samples
         samples = _select_samples(_read_table(path), count, seed=step) if count else []
-        means = _read_table(path, ["advantage_mean"]).column("advantage_mean").to_pylist()
         if samples:
             self._monitor.send_samples("samples", step, samples)
-        if advantages := [mean for mean in means if mean is not None]:
-            self._monitor.send_histogram("advantages", step, np.array(advantages, np.float64))
         write_atomically(self._samples_mark, str(step).encode())
 
     def _send_evaluation(self, step: int, path: Path) -> None:
@@ -174,9 +188,9 @@ class Forwarder:
                 write_atomically(self._eval_mark, msgspec.json.encode(sorted(self._shown)))
 
 
-def _read_table(path: Path, columns: Sequence[str] = SAMPLE_COLUMNS) -> pa.Table:
+def _read_table(path: Path) -> pa.Table:
     with pq.ParquetFile(path) as file:
-        return file.read(columns=list(columns))
+        return file.read(columns=list(SAMPLE_COLUMNS))
 
 
 def _select_samples(table: pa.Table, count: int, seed: int) -> list[Record]:
@@ -217,12 +231,14 @@ class Tensorboard:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+            from tensorboard.plugins.histogram.metadata import create_summary_metadata
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.util.tensor_util import make_tensor_proto
         except ImportError as error:
             raise _missing("tensorboard") from error
-        self._event, self._summary, self._text, self._histogram = Event, Summary, text_pb, histogram_pb
+        self._event, self._summary, self._text = Event, Summary, text_pb
+        self._histogram, self._tensor = create_summary_metadata(None, None), make_tensor_proto
         self._writer = EventFileWriter(str(directory))
 
     def send(self, records: list[Record]) -> None:
@@ -238,8 +254,10 @@ class Tensorboard:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=table))
         self._writer.flush()
 
-    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None:
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._histogram(name, values)))
+    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
+        buckets = self._tensor(np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64))
+        value = self._summary.Value(tag=name, metadata=self._histogram, tensor=buckets)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
         self._writer.flush()
 
     def close(self) -> None:
@@ -303,8 +321,47 @@ class Wandb:
         rows = [[step, *(sample[key] for key in SAMPLE_COLUMNS)] for sample in samples]
         self._run.log({name: self._table(columns=["step", *SAMPLE_COLUMNS], data=rows), "step": step})
 
-    def send_histogram(self, name: str, step: int, values: np.ndarray) -> None:
-        self._run.log({name: self._histogram(values), "step": step})
+    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._run.log({name: self._histogram(np_histogram=(counts, edges)), "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """One trackio run for all processes, continued by restarts, in a database on disk.
+
+    trackio writes in the background: a kill loses the last second of what was sent.
+    """
+
+    def __init__(self, run: RunDir, config: TrackioConfig) -> None:
+        # trackio reads it when it is imported.
+        os.environ["TRACKIO_DIR"] = str((config.dir or run.root / "trackio").absolute())
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio") from error
+        self._table, self._histogram = trackio.Table, trackio.Histogram
+        self._run = trackio.init(
+            project=config.project,
+            name=config.name or run.root.resolve().name,
+            config=read_toml(run.config) if run.config.exists() else {},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def send(self, records: list[Record]) -> None:
+        for record in records:
+            self._run.log(_numbers(record), step=record["step"])
+
+    def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
+        rows = [[sample[key] for key in SAMPLE_COLUMNS] for sample in samples]
+        self._run.log({name: self._table(columns=list(SAMPLE_COLUMNS), data=rows)}, step=step)
+
+    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._run.log({name: self._histogram(np_histogram=(counts, edges))}, step=step)
 
     def close(self) -> None:
         self._run.finish()

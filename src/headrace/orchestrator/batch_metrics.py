@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from headrace.observe.histograms import count
 from headrace.observe.metrics import spread
 from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
@@ -58,6 +59,16 @@ def step_metrics(step: int, batch: TrainBatch) -> dict[str, float]:
     for reason in {rollout.stop_reason for rollout in rollouts}:
         values[f"stop_condition/{reason}"] = sum(r.stop_reason == reason for r in rollouts) / len(rollouts)
     return values
+
+
+def step_histograms(batch: TrainBatch) -> dict[str, str]:
+    """Return the histograms of a batch as they are recorded, over the rollouts of all its groups."""
+    advantages = [mean for r in batch.rollouts if (mean := r.mean_advantage) is not None]
+    lengths = count("decode_len", (rollout.completion_tokens for rollout in batch.rollouts))
+    return {
+        "histogram/decode_len": lengths.encode(),
+        **({"histogram/advantages": count("advantages", advantages).encode()} if advantages else {}),
+    }
 
 
 def _environment_metrics(env: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

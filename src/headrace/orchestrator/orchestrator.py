@@ -19,7 +19,7 @@ from typing import Any
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import FIRST_NOTICE_S, Status
 from headrace.orchestrator import signals
-from headrace.orchestrator.batch_metrics import failure_notice, step_metrics
+from headrace.orchestrator.batch_metrics import failure_notice, step_histograms, step_metrics
 from headrace.orchestrator.commits import Commits
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
 from headrace.orchestrator.drift import Drift, DriftReport, truncation
@@ -192,7 +192,7 @@ class Orchestrator:
         truncations = truncation(entry.sample for entry in content.samples)
         values = {**step_metrics(step, batch), **truncations, **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
-        self.metrics.log(step, values)
+        self.metrics.log(step, {**values, **step_histograms(batch)})
         self.commits.ship(prepared, ship.entries)
         log.info(
             "step %d shipped: reward %.3f, %d of %d rollouts, %.1f s",

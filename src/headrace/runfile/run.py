@@ -12,8 +12,9 @@ from headrace.config.algorithms import KlConfig, hinted_length
 from headrace.config.base import Config, Origins, Tree, sections_at
 from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig, TensorboardConfig, WandbConfig
+from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
+from headrace.config.monitors import PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.trainer import ReferenceConfig, TrainerConfig
 from headrace.errors import InvalidValue, shown_value
@@ -82,6 +83,10 @@ class RunConfig(Config):
     """Send metrics to Weights & Biases; unset: no."""
     tensorboard: TensorboardConfig | None = None
     """Write metrics as TensorBoard files; unset: no."""
+    trackio: TrackioConfig | None = None
+    """Write metrics to trackio's database; unset: no."""
+    prometheus: PrometheusConfig | None = None
+    """Serve the metrics of each process to Prometheus; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @classmethod

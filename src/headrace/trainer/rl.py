@@ -198,7 +198,7 @@ class RlTrainer:
     def _record(self, step: int, result: StepResult, lr: float) -> None:
         record = {**self.learner.metrics(result, lr, self.watch.total()), **self.watch.laps}
         if self.learner.ranks.first:
-            self.metrics.log(step, record)
+            self.metrics.log(step, {**record, **result.histograms})
         speed = record["perf/trained_tokens_per_second"]
         self.status.set(step=step, tokens_per_second=speed)
         log.info("step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), speed)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from headrace.errors import BadInput, Failure
+from headrace.observe.histograms import BOUNDS, Counts
 from headrace.rollout.packing import NO_SAMPLE, Bin
-from headrace.trainer.loss import Loss, Metrics
+from headrace.trainer.loss import Loss, Metrics, PackedInputs
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
 from headrace.trainer.packed_row import on_device
@@ -27,6 +28,8 @@ from headrace.trainer.tokens import COMPONENTS, PENALTIES, MicroBatch, StepToken
 
 MICRO_BATCH_TOKENS = 16384
 """Default tokens per forward pass: enough to amortize Python overhead per layer."""
+MAX_LOG_RATIO = 30.0
+"""Larger ones are counted as this, so that their sum is finite."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class StepResult:
     """Tokens of the step, context included."""
     computed_tokens: int
     """Tokens that went through the model: shared prefixes count once."""
+    histograms: dict[str, str]
+    """As they are recorded: `histogram/ratio`, if there are policy gradients."""
     trace: TokenTrace | None = None
     """Per-token values, if `traced`."""
 
@@ -114,7 +119,7 @@ class TrainStep:
                 f"the optimizer ran out of memory, and some parameters may have changed already: {error}. Keep its "
                 "state in CPU memory (trainer.optim.offload_state), or leave it more room (inference.kv_cache_gb)"
             ) from error
-        return StepResult(metrics, grad_norm, trained, computed, trace)
+        return StepResult(metrics, grad_norm, trained, computed, sums.histograms(self.ranks), trace)
 
     def _score_by_reference(
         self, tokens: StepTokens, row_tokens: int, stopped: Callable[[], bool], progress: Callable[[int, int], None]
@@ -174,6 +179,8 @@ class TrainStep:
             losses[component] = outputs.loss / counts["rl" if component in PENALTIES else component]
             total = total + losses[component]
             sums.add(outputs.metrics)
+            if component == "rl":
+                sums.add_ratios(inputs)
             masked[component] = outputs.masked
             for env, inside in by_env.items():
                 with torch.no_grad():
@@ -207,6 +214,8 @@ class _Sums:
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str], Tensor] = {}
         self._total_loss: Tensor | None = None
+        self._ratios: Tensor | None = None
+        """Tokens in each bin of the histogram, then the sum of their ratios."""
 
     def add(self, metrics: Metrics, suffix: str = "", *, part: str = "") -> None:
         """Add sums and counts. A metric may be a sum of several parts, each a mean with its own count."""
@@ -218,6 +227,24 @@ class _Sums:
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss."""
         self._total_loss = loss.double() if self._total_loss is None else self._total_loss + loss
+
+    def add_ratios(self, inputs: PackedInputs) -> None:
+        """Count the ratios of the members, without waiting for the device."""
+        members = inputs.loss_mask
+        gap = inputs.trainer_logprobs.detach() - inputs.inference_logprobs
+        ratios = gap.where(members, 0.0).clamp(max=MAX_LOG_RATIO).exp().double()
+        bounds = torch.tensor(BOUNDS["ratio"], dtype=torch.float64, device=ratios.device)
+        if self._ratios is None:
+            self._ratios = ratios.new_zeros(len(bounds) + 2)
+        self._ratios.index_add_(0, torch.bucketize(ratios, bounds), members.double())
+        self._ratios[-1] += (ratios * members).sum()
+
+    def histograms(self, ranks: Ranks) -> dict[str, str]:
+        """Return the histograms over all ranks."""
+        if self._ratios is None:
+            return {}
+        *counts, total = ranks.add_up(self._ratios).tolist()
+        return {"histogram/ratio": Counts(np.array(counts, np.int64), total).encode()}
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over all ranks, which have the same names, and the total loss."""

@@ -26,6 +26,8 @@
     metrics.jsonl                 metrics of all processes                                observe/metrics.py
     metrics/PROCESS.NONCE.jsonl   the same on several hosts, until they are collected     observe/metrics.py
     monitors/                     positions up to which monitors have read                observe/monitors.py
+    prometheus/targets/NAME.json  address of a process's metrics, for file_sd_configs     observe/prometheus.py
+    prometheus/dashboard.json     a Grafana dashboard of these metrics                    observe/grafana.py
     heartbeat.json                last sign of life of the run                            launch/heartbeat.py
     logs/                         log file of each process                                launch/supervisor.py
     summary.md, reward.svg        summary of the run                                      observe/summary.py

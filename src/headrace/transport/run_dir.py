@@ -27,6 +27,8 @@ class RunDir:
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
         self.endpoints = root / "endpoints"
+        self.prometheus_targets = root / "prometheus" / "targets"
+        self.grafana_dashboard = root / "prometheus" / "dashboard.json"
         self.driver = root / "driver.json"
         self.device_lock = root / "turns"
         self.summary = root / "summary.md"

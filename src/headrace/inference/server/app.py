@@ -40,7 +40,7 @@ from headrace.inference.server.completions import CompletionRequest, Completions
 from headrace.inference.server.generate import GenerateBody
 from headrace.inference.server.hosts import HostCheck
 from headrace.inference.server.keys import Keys
-from headrace.inference.server.metrics import CONTENT_TYPE, Measured, Metrics
+from headrace.inference.server.metrics import Measured, Metrics
 from headrace.inference.server.reading import LargeBodies, decode_body, exceeds_json_limits, read_body
 from headrace.inference.server.replies import (
     HEADERS,
@@ -59,6 +59,7 @@ from headrace.inference.server.request_bodies import (
     refuse_unsupported,
 )
 from headrace.inference.server.streaming import Updates, updates_of
+from headrace.observe.exposition import CONTENT_TYPE
 from headrace.rollout.version import Version
 
 T = TypeVar("T")
@@ -170,9 +171,12 @@ class App:
             "parent": None if adapter is None else self.model_name,
         }
 
+    def metric_lines(self) -> Iterator[str]:
+        """Yield the metrics of engine and server, from any thread."""
+        return self.metrics.lines(self.backend.state(), self.model_name)
+
     async def show_metrics(self, _: HttpRequest) -> Response:
-        text = self.metrics.text(self.backend.state(), self.model_name)
-        return Response(text, 200, {**HEADERS, "Content-Type": CONTENT_TYPE})
+        return Response("\n".join([*self.metric_lines(), ""]), 200, {**HEADERS, "Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, http: HttpRequest) -> Response:
         async with self._body(http, TokenizeRequest) as body:

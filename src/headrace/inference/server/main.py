@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked
 
 T = TypeVar("T")
+Export = Callable[[Callable[[], Iterable[str]]], AbstractContextManager[Any]]
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +63,14 @@ def serve(
     announce: Callable[[str], None] | None = None,
     shared: ColocatedTrainer | None = None,
     engine: EngineProcess | None = None,
+    export: Export = nullcontext,
 ) -> None:
     """Serve until SIGTERM or SIGINT; exits with `AGAIN` if the engine dies.
 
     `announce` gets the URL once the server listens. Without a `status` the server is not one of the run's: it starts
     with the run's newest weights and does not publish its address. `shared` describes the device, if the run's trainer
-    uses it, too. `engine` is the process of the embedded engine, if it was started before.
+    uses it, too. `engine` is the process of the embedded engine, if it was started before. `export` serves metrics
+    elsewhere, too.
     """
     if config.model.name is None:
         raise ConfigError(
@@ -81,7 +85,7 @@ def serve(
     check_tls(config.http)
     raise_open_file_limit()
     with bind(config.host, config.port) as listener:
-        server = _EngineServer(config, listener, keys, status, endpoint, announce)
+        server = _EngineServer(config, listener, keys, status, endpoint, announce, export)
         if asyncio.run(server.serve(config.model.name, run, shared, engine)) is not None:
             raise SystemExit(AGAIN)
 
@@ -127,6 +131,7 @@ class _EngineServer:
     status: Status | None
     endpoint: Path | None
     announce: Callable[[str], None] | None
+    export: Export
 
     async def serve(
         self, name: str, run: RunDir | None, shared: ColocatedTrainer | None, engine: EngineProcess | None
@@ -159,7 +164,7 @@ class _EngineServer:
         if stop.is_set():
             await backend.close()
             return None
-        with frozen_gc():
+        with frozen_gc(), self.export(app.metric_lines):
             return await self._listen(app, stop)
 
     async def _start(

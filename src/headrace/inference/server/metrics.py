@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.inference.backend import EngineState
+from headrace.observe.exposition import Histogram, head, sample
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OTHER = "other"
 """The label of unknown routes, so that the number of labels is bounded."""
-
-
-class Histogram:
-    """Counts of observations below each bound."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, value)] += 1
-        self.total += value
-
-    def lines(self, name: str) -> Iterator[str]:
-        below = 0
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self.counts, strict=True):
-            below += count
-            yield _sample(f"{name}_bucket", below, {"le": bound})
-        yield _sample(f"{name}_sum", self.total)
-        yield _sample(f"{name}_count", below)
 
 
 class Metrics:
@@ -42,19 +21,17 @@ class Metrics:
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
-        self.seconds = Histogram()
-        self.first_token = Histogram()
+        self.seconds = Histogram(BOUNDS_S)
+        self.first_token = Histogram(BOUNDS_S)
 
-    def text(self, state: EngineState, model_name: str) -> str:
-        return "\n".join([*_engine_lines(state, model_name), *self._server_lines(), ""])
-
-    def _server_lines(self) -> Iterator[str]:
-        yield from _head("headrace_http_requests_total", "counter", "Responses by route and HTTP status.")
+    def lines(self, state: EngineState, model_name: str) -> Iterator[str]:
+        yield from _engine_lines(state, model_name)
+        yield from head("headrace_http_requests_total", "counter", "Responses by route and HTTP status.")
         for (route, status), count in sorted(self.responses.items()):
-            yield _sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
-        yield from _head("headrace_http_request_seconds", "histogram", "Seconds from a request to its response's end.")
+            yield sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
+        yield from head("headrace_http_request_seconds", "histogram", "Seconds from a request to its response's end.")
         yield from self.seconds.lines("headrace_http_request_seconds")
-        yield from _head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streams.")
+        yield from head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streams.")
         yield from self.first_token.lines("headrace_first_token_seconds")
 
 
@@ -104,21 +81,10 @@ def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
         ("hand_overs_total", "counter", "Times the device lock was handed to the trainer.", state.hand_overs),
         ("cache_releases_total", "counter", "Hand-overs at which the KV cache was released.", state.cache_releases),
     ):
-        yield from _head(f"headrace_{name}", kind, help_text)
-        yield _sample(f"headrace_{name}", value)
-    yield from _head("headrace_requests_finished_total", "counter", "Requests by how they ended.")
+        yield from head(f"headrace_{name}", kind, help_text)
+        yield sample(f"headrace_{name}", value)
+    yield from head("headrace_requests_finished_total", "counter", "Requests by how they ended.")
     for reason, count in sorted(state.finished.items()):
-        yield _sample("headrace_requests_finished_total", count, {"reason": reason})
-    yield from _head("headrace_weights_info", "gauge", "The weights that are served.")
-    yield _sample("headrace_weights_info", 1, {"model": model_name, "version": str(state.version)})
-
-
-def _head(name: str, kind: str, help_text: str) -> Iterator[str]:
-    yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} {kind}"
-
-
-def _sample(name: str, value: float, labels: Mapping[str, str] | None = None) -> str:
-    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    shown = ",".join(f'{label}="{text.translate(escapes)}"' for label, text in (labels or {}).items())
-    return f"{name}{{{shown}}} {value}" if shown else f"{name} {value}"
+        yield sample("headrace_requests_finished_total", count, {"reason": reason})
+    yield from head("headrace_weights_info", "gauge", "The weights that are served.")
+    yield sample("headrace_weights_info", 1, {"model": model_name, "version": str(state.version)})

@@ -31,7 +31,7 @@ SCHEDULERS = {
     "wsd": "wsd",
 }
 SCHEDULER_KWARGS = {"num_cycles": "cycles", "num_decay_steps": "decay_steps", "min_lr_rate": "min_factor"}
-TRACKERS = ("wandb", "tensorboard")
+TRACKERS = ("wandb", "tensorboard", "trackio")
 
 OTHER_NAMES = {
     "lr": "learning_rate",

@@ -209,7 +209,7 @@ class NamedTrainerConfig(Config):
     eval_steps: int | None = Field(None, ge=1)
     """`data.eval.interval`."""
     report_to: str | list[str] | None = None
-    """`wandb`, `tensorboard`, both, or `none`."""
+    """`wandb`, `tensorboard`, `trackio`, several of them, or `none`."""
     run_name: str | None = Field(None, min_length=1)
     """`storage.run_name`."""
     output_dir: str | None = Field(None, min_length=1)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.config.monitors import MONITORS
 from headrace.errors import BadInput
 from headrace.runfile.reading import leaves
 from headrace.runfile.run import SHARED
@@ -25,7 +26,7 @@ from headrace.transport.run_dir import RolloutKind, RunDir
 Settings = dict[str, Any]
 """A configuration by dotted key, as in overrides."""
 
-NOT_COMPARED = ("output_dir", "wandb", "tensorboard", "inference.port", "trainer.weights.port")
+NOT_COMPARED = ("output_dir", *MONITORS, "inference.port", "trainer.weights.port")
 """Keys and sections that do not affect training."""
 SEEDS = ("seed", *SHARED["seed"])
 COPIES = {copy: source for source, copies in SHARED.items() for copy in copies}

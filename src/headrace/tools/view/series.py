@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.observe.histograms import PREFIX
+
 CHUNK_BYTES = 2 << 20
 NAMES_BYTES = 256 << 10
 """At either end of a large file, what is searched for the names of metrics."""
@@ -78,7 +80,9 @@ class MetricsTable:
                     for record in decode_lines(decoder, read_lines(self.path, start, 2 * NAMES_BYTES)):
                         self._names.update(dict.fromkeys(record))
                 self._named = size
-            return sorted(self._names.keys() - {"step", "time", "process"})
+            return sorted(
+                name for name in self._names if name not in ("step", "time", "process") and not name.startswith(PREFIX)
+            )
 
     def points(self, names: Iterable[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return steps and values of each metric by step; of steps that a resume repeated, the last value counts."""
