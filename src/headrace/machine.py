@@ -17,6 +17,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import headrace
 
@@ -170,6 +171,26 @@ def _counters(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+class KernelProcess(NamedTuple):
+    """A process as the kernel lists it."""
+
+    parent: int
+    state: str
+    """`R` running, `S` sleeping, `D` waiting for a device, `T` stopped by a signal, `Z` ended."""
+    name: str
+
+
+def list_processes(root: Path = Path("/proc")) -> dict[int, KernelProcess]:
+    """Return the processes of this host by id; empty where the kernel does not list them."""
+    found = {}
+    for path in root.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            head, _, rest = path.read_text(errors="replace").rpartition(")")  # the name may contain anything
+            state, parent = rest.split()[:2]
+            found[int(path.parent.name)] = KernelProcess(int(parent), state, head.partition("(")[2])
+    return found
 
 
 def free_memory() -> int:

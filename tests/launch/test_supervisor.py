@@ -158,9 +158,9 @@ def test_a_process_that_does_not_come_up_in_time_is_named(tmp_path: Path) -> Non
 
 def test_when_nothing_moves_one_sentence_says_who_waits_for_whom(tmp_path: Path) -> None:
     launcher = launch(tmp_path, "inference=works", "trainer=waits", "stall_s=1.5")
-    sentence = next_line(launcher, "no progress for")
+    sentence = next_line(launcher, "run: no progress for")
     while "waiting for" not in sentence:  # on a busy machine the trainer may still be starting
-        sentence = next_line(launcher, "no progress for")
+        sentence = next_line(launcher, "run: no progress for")
     assert "trainer: working, waiting for batch 7 from the orchestrator" in sentence
     launcher.terminate()
     finish(launcher)

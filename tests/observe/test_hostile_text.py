@@ -15,6 +15,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.errors import BadInput
 from headrace.observe.console import SafeConsole
+from headrace.observe.diagnosis import Finding
 from headrace.observe.metrics import History, MetricsLog
 from headrace.observe.status import ObservedStatus
 from headrace.observe.terminal import make_view
@@ -140,7 +141,7 @@ def test_the_views_of_a_run_show_it_escaped_and_without_markup(is_terminal: bool
     view = make_view(NAME, 5, SafeConsole(file=screen, width=200, force_terminal=is_terminal, color_system=None))
     status = ObservedStatus(NAME, 1, 0.0, HOSTILE, waiting_for=HOSTILE, problem=HOSTILE, gauges={NAME: HOSTILE})
     view.say(f"orchestrator: {HOSTILE}")
-    view.show(History(), {NAME: status})
+    view.show(History(), {NAME: status}, [Finding("kind", "problem", NAME, HOSTILE, HOSTILE)])
     view.close(History(), {NAME: status})
     shown = screen.getvalue()
     assert r"evil\x1b]0;" in shown and "[red]<b>" in shown  # a markup would have been removed

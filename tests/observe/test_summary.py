@@ -9,7 +9,8 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.observe.metrics import MetricsLog
-from headrace.observe.summary import EnvironmentReport, duration, ends, summarize, text, write_summary
+from headrace.observe.status import duration
+from headrace.observe.summary import EnvironmentReport, ends, summarize, text, write_summary
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals

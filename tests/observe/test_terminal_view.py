@@ -10,19 +10,20 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from headrace.observe import terminal
+from headrace.observe.diagnosis import Finding, RunState, diagnose
 from headrace.observe.metrics import History
-from headrace.observe.status import ObservedStatus, Progress
+from headrace.observe.status import ObservedStatus, Progress, activity
 from headrace.observe.terminal import (
     LABEL_WIDTH,
     LiveView,
     PlainView,
-    activity,
     facts,
     make_view,
     number,
     render,
     sparkline,
 )
+from tests.observe.test_status import Clocks
 
 
 def history(steps: int) -> History:
@@ -172,7 +173,8 @@ def lines_at(width: int, title: str = "my-run", problem: str = "") -> list[str]:
         ),
     }
     console = Console(file=io.StringIO(), width=width, legacy_windows=False)
-    console.print(render(title, 50, seen, statuses, 30.0, width))
+    findings = diagnose(RunState(seen, statuses))
+    console.print(render(title, 50, seen, statuses, 30.0, width, findings))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -216,16 +218,15 @@ def test_a_run_that_retries_says_since_when_and_why_and_has_no_countdown() -> No
     lines = lines_at(250, problem=ADVICE)
     assert not any("left" in line for line in lines)
     since = time.strftime("%H:%M:%S", time.localtime(70.0))
-    assert any(line.split() == f"no progress since {since} (1:00): {ADVICE}".split() for line in lines)
+    expected = f"orchestrator: no progress since {since} (1:00): {ADVICE}."
+    assert any(line.split() == expected.split() for line in lines)
 
 
-def test_plain_output_has_a_line_about_a_problem_that_lasts_and_more_at_growing_intervals(
-    pipe: Console,
+def test_plain_output_has_a_line_about_a_finding_and_more_at_growing_intervals(
+    pipe: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = PlainView(50, pipe)
-    retrying = ObservedStatus("orchestrator", 1, 1000.0, "collecting batch 1", problem=ADVICE, problem_since=1000.0)
-    for _ in range(200):
-        view.show(History(), {"orchestrator": retrying})
-        retrying.time += 1.0
-    assert [line.partition(")")[0].rpartition("(")[2] for line in text_of(view, pipe)] == ["30 s", "1:00", "2:00"]
-    assert all(line.endswith(ADVICE) for line in text_of(view, pipe))
+    view, clocks = PlainView(50, pipe), Clocks(monkeypatch)
+    for second in range(200):
+        view.show(History(), {}, [Finding("stalled", "problem", "run", f"no progress for {second} s")])
+        clocks.advance(1.0)
+    assert text_of(view, pipe) == [f"run: no progress for {second} s." for second in (0, 30, 60, 120)]

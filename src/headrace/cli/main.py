@@ -63,6 +63,7 @@ COMMANDS = {
     "scale": Command("scale", "change the number of inference servers of a run while it runs."),
     "eval": Command("eval", "evaluate finished models on an environment: accuracy, pass@k, format, lengths."),
     "summary": Command("runs", "summarize a run, as text or JSON."),
+    "doctor": Command("doctor", "say what a run waits for, and what is wrong with it; live or after its end."),
     "view": Command("view", "show runs on a local web page: charts, rollouts, tokens, credit."),
     "compare": Command("runs", "compare runs: settings, results, and the significance of differences."),
     "manifest": Command("manifest", "write a run as objects of Kubernetes: a JobSet and what it needs.", "all"),

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from headrace.cli.common import add_resume
+from headrace.cli.main import explain
 from headrace.config.dpo import DpoConfig
 from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import TrainingConfig
@@ -63,7 +64,8 @@ def process(name: str, run: RunDir) -> Iterator[Status]:
         except BaseException as error:
             if isinstance(error, Repaired) and not rank:
                 status.notify(str(error))
-            status.close("failed")
+            explanation = explain(error)
+            status.close("failed", explanation.message if explanation is not None else status.current.problem)
             raise
         status.close("finished")
 

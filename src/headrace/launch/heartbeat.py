@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from headrace.observe.heartbeat import HeartbeatContent
 from headrace.transport.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -26,21 +29,6 @@ LAST_CALL_TIMEOUT_S = 2.0
 """How long the end of a run waits for the last call."""
 
 
-class HeartbeatContent(msgspec.Struct):
-    """The content of `heartbeat.json`. Times are seconds since 1970; only their difference is a duration."""
-
-    time: float
-    pid: int
-    """Process id of the launcher."""
-    state: str
-    """`running`, `finished`, `stopped` (can be resumed) or `failed`."""
-    step: int
-    last_progress: float
-    """When a step or an evaluation was last recorded, or the launcher started."""
-    problem: str = ""
-    """Why the run makes no progress, if a process has reported it, or why it failed."""
-
-
 class Heartbeat:
     """Writes the file every few seconds, and calls the URL every `interval` seconds."""
 
@@ -49,17 +37,17 @@ class Heartbeat:
         self._moves, self._moved_at = -1, time.monotonic()
         self._file_at = self._url_at = -math.inf
         self._failed = False
-        self._content = HeartbeatContent(0.0, os.getpid(), "running", 0, 0.0)
+        self.content = HeartbeatContent(0.0, os.getpid(), "running", 0, 0.0, host=socket.gethostname())
         self.call: threading.Thread | None = None
         """The latest call to the URL."""
 
-    def update(self, step: int, moves: int, problem: str) -> None:
+    def update(self, step: int, moves: int, problem: str, restarts: Mapping[str, str] | None = None) -> None:
         """Record the progress of the run, and send what is due. `moves` grows with every step and evaluation."""
         now = time.monotonic()
         if moves != self._moves:
             self._moves, self._moved_at = moves, now
         self._set_times(now)
-        self._content.step, self._content.problem = step, problem
+        self.content.step, self.content.problem, self.content.restarts = step, problem, dict(restarts or {})
         if now >= self._file_at + FILE_INTERVAL_S:
             self._file_at = now
             self._write()
@@ -69,8 +57,8 @@ class Heartbeat:
 
     def close(self, state: str, problem: str | None = None) -> None:
         """Report the final state of the run, and why it failed."""
-        self._content.problem = self._content.problem if problem is None else problem
-        self._content.state = state
+        self.content.problem = self.content.problem if problem is None else problem
+        self.content.state = state
         self._set_times(time.monotonic())
         self._write()
         if state != "failed":
@@ -80,19 +68,19 @@ class Heartbeat:
 
     def _set_times(self, now: float) -> None:
         """Set wall-clock times whose difference is right even if the clock was set since the last progress."""
-        self._content.time = time.time()
-        self._content.last_progress = self._content.time - (now - self._moved_at)
+        self.content.time = time.time()
+        self.content.last_progress = self.content.time - (now - self._moved_at)
 
     def _write(self) -> None:
         try:
-            write_atomically(self._path, msgspec.json.encode(self._content))
+            write_atomically(self._path, msgspec.json.encode(self.content))
         except OSError as error:  # a full disk ends the run elsewhere
             log.warning("cannot write %s: %s", self._path, error)
 
     def _send(self) -> None:
         if self._url is None or (self.call is not None and self.call.is_alive()):
             return
-        content = msgspec.json.encode(self._content)
+        content = msgspec.json.encode(self.content)
         self.call = threading.Thread(target=self._post, args=(self._url, content), daemon=True)
         self.call.start()
 

@@ -27,6 +27,8 @@ class Restarts:
     def __init__(self, most: int, delay_s: float = RESTART_DELAY_S) -> None:
         self.most = most
         self.in_a_row: dict[str, int] = {}
+        self.ends: dict[str, str] = {}
+        """By unit that was restarted since the last progress: how it ended."""
         self.due: dict[str, float] = {}
         """By unit: when it is restarted."""
         self.out_of_memory: set[str] = set()
@@ -41,6 +43,7 @@ class Restarts:
         if reached > self._furthest:
             self._furthest = reached
             self.in_a_row.clear()
+            self.ends.clear()
             self.out_of_memory.clear()
 
     def allows(self, unit: str, out_of_memory: OutOfMemory | None = None) -> bool:

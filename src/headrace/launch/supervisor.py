@@ -3,7 +3,8 @@
 A process that a signal ended, or that exits with status `AGAIN` (a server whose engine died), is restarted alone: its
 state is in the run directory, and the other processes wait for it. So is a process whose host is lost, on another host
 if there is one. Processes of a group end and restart together. Any other failure ends the run; in a group on several
-hosts it is first awaited whether a host is lost, which makes the others fail. The rules are in `restarts` and `watch`.
+hosts it is first awaited whether a host is lost, which makes the others fail. The rules are in `restarts`; what is
+wrong with a run that does not advance is found by `observe.diagnosis`.
 
 A process that the kernel ended for memory is restarted once, in case another program had taken the memory, and not at
 all if it used most of the memory itself.
@@ -11,10 +12,12 @@ all if it used most of the memory itself.
 
 from __future__ import annotations
 
+import math
 import signal
+import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from queue import SimpleQueue
@@ -30,14 +33,16 @@ from headrace.launch.out_of_memory import MEMORY_ADVICE, OomMonitor, OutOfMemory
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
 from headrace.launch.run_metrics import launcher_lines
 from headrace.launch.signals import SAVE_AND_STOP, signals_to
-from headrace.launch.watch import STALL_S, Watch, not_up
 from headrace.machine import HostMemory
+from headrace.observe.diagnosis import STALL_S, Finding, RunState, diagnose
 from headrace.observe.metrics import History, MetricsCollector, Tail
-from headrace.observe.status import ObservedStatus, StatusReader, is_up
+from headrace.observe.run_state import add_machine
+from headrace.observe.status import ObservedStatus, StatusReader, is_up, not_up
 from headrace.observe.terminal import View
 from headrace.transport.run_dir import RunDir
 
 POLL_S = 0.1
+DIAGNOSIS_INTERVAL_S = 1.0
 TRAINER = "trainer"
 SCALE_TIMEOUT_S = 30.0
 
@@ -98,7 +103,9 @@ class Supervisor:
         """By name and process id, which processes on different hosts may share."""
         self._signals: list[int] = []
         self._saving_signals = {SAVE_AND_STOP, signal.SIGTERM} if save_on_sigterm else {SAVE_AND_STOP}
-        self._watch = Watch(clock.monotonic(), stall_s)
+        self._stall_s = stall_s
+        self._findings: list[Finding] = []
+        self._diagnosed_at = -math.inf
 
     def run(self) -> int:
         """Return 0 when the work is done, or 128 + N after signal N. Raises `LaunchError` when a process fails."""
@@ -160,9 +167,10 @@ class Supervisor:
             self._read()
             now = self._clock.monotonic()
             self._oom.observe(now)
-            self._view.show(self.history, self._statuses)
-            problem = next((status.problem for status in self._statuses.values() if status.problem), "")
-            self._heartbeat.update(self.history.step, self.history.moves, problem)
+            self._diagnose(now, {process.name for process in running})
+            self._view.show(self.history, self._statuses, self._findings)
+            problem = next((str(found) for found in self._findings if found.severity == "problem"), "")
+            self._heartbeat.update(self.history.step, self.history.moves, problem, self._restarts.ends)
             finished = {process for process in ended if process.exit_status == 0 and not self._has_failed(process)}
             if all(process.spec.service or process in finished for process in self._fleet.processes.values()):
                 return 0
@@ -202,6 +210,15 @@ class Supervisor:
             for notice in status.notices[self._notices_shown[status.process, status.pid] :]:
                 self._view.say(f"{status.process}: {notice}")
             self._notices_shown[status.process, status.pid] = len(status.notices)
+
+    def _diagnose(self, now: float, running: Set[str]) -> None:
+        if now < self._diagnosed_at + DIAGNOSIS_INTERVAL_S:
+            return
+        self._diagnosed_at = now
+        statuses = {name: status for name, status in self._statuses.items() if name in running}
+        state = RunState(self.history, statuses, self._heartbeat.content, host=socket.gethostname())
+        add_machine(state, self._run)
+        self._findings = diagnose(state, self._stall_s)
 
     def _is_waiting(self, unit: str) -> bool:
         """Whether a unit waits for its restart."""
@@ -294,7 +311,8 @@ class Supervisor:
             attempt = f"{self._restarts.in_a_row[unit]} of {self._restarts.most}"
             if out_of_memory[process] is not None:
                 self._restarts.out_of_memory.add(unit)
-            how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}"
+            how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}{self._reason(process)}"
+            self._restarts.ends[unit] = f"{how}; restart {attempt}"
             self._view.say(f"{how}; {when} ({attempt})")
 
     def _has_substitute(self, unit: str) -> bool:
@@ -321,6 +339,12 @@ class Supervisor:
         status = self._statuses.get(process.name)
         return status is not None and status.pid == process.pid and status.state == "failed"
 
+    def _reason(self, process: HostProcess) -> str:
+        """Return why a process failed, as it reported it, to be appended to how it ended."""
+        status = self._statuses.get(process.name)
+        is_its = status is not None and status.pid == process.pid and status.state == "failed" and status.problem
+        return f" ({status.problem})" if status is not None and is_its else ""
+
     def _find_out_of_memory(self, process: HostProcess) -> OutOfMemory | None:
         """Return how the process ended for lack of memory; None if it ended in another way, or was killed by us."""
         if process in self._killed:
@@ -340,7 +364,7 @@ class Supervisor:
         return "\n".join([f"{head}; the end of {process.log}:", *lines, *advice])
 
     def _check(self, running: list[HostProcess]) -> None:
-        """Raise `LaunchError` if a process does not come up in time; show warnings about a stalled run."""
+        """Raise `LaunchError` if a process does not come up in time; kill those that have failed and do not end."""
         now = self._clock.monotonic()
         # The first process of a group reports for all of it.
         names = [process.name for process in running if process.name == unit_of(process.spec)]
@@ -349,11 +373,8 @@ class Supervisor:
         if missing and now - self._started > self._start_timeout:
             limit = f"not up after {self._start_timeout:.0f} s (launch.start_timeout)"
             raise LaunchError(f"{limit}: {', '.join(missing)}; their logs are in {self._run.logs}")
-        alive = {name: self._statuses[name] for name in sorted(names) if name in self._statuses}
-        for sentence in self._watch.find_problems(now, self.history.moves, alive, self.history.step_seconds):
-            self._view.say(sentence)
         for process in running:
-            status = alive.get(process.name)
+            status = self._statuses.get(process.name)
             if status is not None and status.state == "failed" and status.silent_s > self._stop_timeout:
                 # It has failed, but a thread or another rank keeps it alive.
                 self._killed.add(process)

@@ -1,1 +1,1 @@
-"""Observation of a run: metrics, process status, terminal view, summary, charts, monitors."""
+"""Observation of a run: metrics, process status, diagnosis, terminal view, summary, charts, monitors."""

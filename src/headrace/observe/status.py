@@ -15,10 +15,11 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,16 @@ T = TypeVar("T")
 
 FIRST_NOTICE_S = 60.0
 """Time of waiting after which it is logged."""
+MIN_SHOWN_S = 5
+"""Time since the last progress from which on it is shown."""
+MAX_HEARTBEAT_S = 10.0
+"""Time without a heartbeat from which on it is shown."""
+MIN_CLOCK_JUMP_S = 2.0
+"""Change of the wall clock between two heartbeats, beyond the time that passed, from which on it was set."""
+THE_GPU = "the GPU"
+"""What trainer and engines wait for if they share a device."""
+ENDED = ("finished", "failed")
+"""States of processes that have ended."""
 
 
 class WaitTimeout(Failure):
@@ -65,11 +76,16 @@ class ProcessStatus(msgspec.Struct):
     waiting_since: float = 0.0
     progress: Progress | None = None
     problem: str = ""
-    """Why the run does not advance although the process works, and what to change."""
+    """Why the run does not advance although the process works, and what to change; or why the process failed."""
     problem_since: float = 0.0
     gauges: dict[str, Any] = msgspec.field(default_factory=dict)
     notices: list[str] = msgspec.field(default_factory=list)
     """Messages for the user, oldest first."""
+    host: str = ""
+    """Name of the host of the process."""
+    clock_jump_s: float = 0.0
+    """By how much the wall clock was last set while the process ran; 0: it was not."""
+    clock_jump_since: float = 0.0
 
 
 class ObservedStatus(ProcessStatus):
@@ -88,12 +104,50 @@ def is_up(status: ProcessStatus | None) -> bool:
     return status is not None and not status.state.startswith(("starting", "loading"))
 
 
+def not_up(names: Sequence[str], statuses: Mapping[str, ObservedStatus]) -> list[str]:
+    """Return the processes that are still starting, each with its activity."""
+    missing = []
+    for name in names:
+        status = statuses.get(name)
+        if not is_up(status):
+            missing.append(f"{name} ({'has not reported yet' if status is None else activity(status)})")
+    return missing
+
+
+def activity(status: ObservedStatus) -> str:
+    """Return what a process is doing: its state, its progress, and what it waits for."""
+    words = status.state
+    if status.progress is not None:
+        words += f": {status.progress}"
+        if not status.waiting_for and (age := status.age(status.progress.since)) >= MIN_SHOWN_S:
+            words += f" ({age:.0f} s)"
+    if status.waiting_for:
+        age = status.age(status.waiting_since)
+        wait = f"waiting for {status.waiting_for}" + (f" ({age:.0f} s)" if age >= 1 else "")
+        words = wait if words.startswith("waiting") else f"{words}, {wait}"
+    if status.silent_s > MAX_HEARTBEAT_S and status.state not in ENDED:
+        words += f" (no heartbeat for {status.silent_s:.0f} s)"
+    return words
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as `45 s`, `3:07` or `2:03:07`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
 class Status:
     """The status file of this process. A thread rewrites it regularly: a stale file means a dead or stuck process."""
 
     def __init__(self, directory: Path, process: str, interval: float = 1.0) -> None:
         self.path, self._interval = directory / f"{process}.json", interval
-        self.current = ProcessStatus(process, os.getpid(), 0.0, "starting")
+        self.current = ProcessStatus(process, os.getpid(), 0.0, "starting", host=socket.gethostname())
+        self._clock_offset: float | None = None
+        """Wall clock minus monotonic clock at the last write."""
         self._waits: dict[int, tuple[str, float]] = {}
         self._wait_keys = itertools.count(1)
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -142,8 +196,10 @@ class Status:
         waits = list(self._waits.values())
         self.current.waiting_for, self.current.waiting_since = waits[0] if waits else ("", 0.0)
 
-    def close(self, state: str) -> None:
-        self.current.state, self.current.progress, self.current.problem = state, None, ""
+    def close(self, state: str, problem: str = "") -> None:
+        """Write the final state, and why the process failed."""
+        self.current.state, self.current.progress = state, None
+        self.set_problem(problem)
         self._waits.clear()
         self._show_wait()
         self._closed.set()
@@ -151,17 +207,24 @@ class Status:
         self._write()
 
     def _beat(self) -> None:
+        has_failed = False
         while not self._closed.wait(self._interval):
             try:
                 self._write()
-            except OSError as error:  # a full disk ends the process elsewhere; here it only ends the heartbeat
-                log.error("no more heartbeats: cannot write %s: %s", self.path, error)
-                return
+                has_failed = False
+            except OSError as error:  # a full disk ends the process elsewhere, if it has to write anything
+                if not has_failed:
+                    log.error("no heartbeats: cannot write %s: %s", self.path, error)
+                has_failed = True
 
     def _write(self) -> None:
         # Not fsynced: a status is useless after a power loss.
         with self._lock:
-            self.current.time = time.time()
+            self.current.time, now = time.time(), time.monotonic()
+            offset = self.current.time - now
+            if self._clock_offset is not None and abs(offset - self._clock_offset) >= MIN_CLOCK_JUMP_S:
+                self.current.clock_jump_s, self.current.clock_jump_since = offset - self._clock_offset, now
+            self._clock_offset = offset
             draft = temporary(self.path)
             draft.write_bytes(msgspec.json.encode(_on_wall_clock(self.current)))
             os.replace(draft, self.path)
@@ -176,14 +239,21 @@ def _on_wall_clock(status: ProcessStatus) -> ProcessStatus:
         progress=progress and msgspec.structs.replace(progress, since=progress.since + offset),
         waiting_since=status.waiting_since + offset if status.waiting_for else 0.0,
         problem_since=status.problem_since + offset if status.problem else 0.0,
+        clock_jump_since=status.clock_jump_since + offset if status.clock_jump_s else 0.0,
     )
 
 
 class StatusReader:
-    """Reads the status files of a run, and notes when each last changed."""
+    """Reads the status files of a run, and notes when each last changed.
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._clock = directory, clock
+    A file counts as just written when it is first read, unless `from_file_times`: for a reader that has no time to
+    watch it, and may be misled if a clock is set.
+    """
+
+    def __init__(
+        self, directory: Path, clock: Callable[[], float] = time.monotonic, *, from_file_times: bool = False
+    ) -> None:
+        self._directory, self._clock, self._from_file_times = directory, clock, from_file_times
         self._changes: dict[str, tuple[tuple[int, float], float]] = {}
         """By process: the id of the process and the time in its file, and when it was first seen so."""
         self._decoded: dict[str, tuple[tuple[int, int], ObservedStatus]] = {}
@@ -198,7 +268,8 @@ class StatusReader:
                 status = self._decode(path)
                 beat = (status.pid, status.time)
                 if self._changes.get(status.process, (None, 0.0))[0] != beat:
-                    self._changes[status.process] = (beat, now)
+                    age = max(0.0, time.time() - path.stat().st_mtime) if self._from_file_times else 0.0
+                    self._changes[status.process] = (beat, now - age)
                 status.silent_s = now - self._changes[status.process][1]
                 statuses[status.process] = status
         return statuses

@@ -17,7 +17,9 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.observe.chart import reward_chart
+from headrace.observe.heartbeat import read_heartbeat
 from headrace.observe.metrics import Curve, History, read_metrics
+from headrace.observe.status import duration
 from headrace.safe_text import CONTINUATION, escape_line, escape_markdown, markdown_table
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RolloutKind, RunDir
@@ -85,13 +87,6 @@ class Summary(msgspec.Struct):
     """The setting to change, if less than half of them was used because of it."""
 
 
-class _LastHeartbeat(msgspec.Struct):
-    """The keys of `heartbeat.json` that the summary reads."""
-
-    state: str = ""
-    problem: str = ""
-
-
 class NoRun(BadInput):
     """The directory has no metrics."""
 
@@ -146,14 +141,8 @@ def _slots_advice(config: _SavedConfig) -> str | None:
 
 def read_failure(run: RunDir) -> str | None:
     """Return why the run failed, from its last heartbeat; None if it did not."""
-    if not run.heartbeat.is_file():
-        return None
-    try:
-        heartbeat = msgspec.json.decode(run.heartbeat.read_bytes(), type=_LastHeartbeat)
-    except ValueError as error:
-        log.warning("%s is damaged and left out: %s", run.heartbeat, error)
-        return None
-    return heartbeat.problem or None if heartbeat.state == "failed" else None
+    heartbeat = read_heartbeat(run.heartbeat)
+    return heartbeat.problem or None if heartbeat is not None and heartbeat.state == "failed" else None
 
 
 def report_environments(run: RunDir, history: History) -> list[EnvironmentReport]:
@@ -410,13 +399,3 @@ def _settings(run: RunDir) -> list[tuple[str, Any]]:
         "seed": saved.seed,
     }
     return [(key, value) for key, value in found.items() if value is not None]
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as `45 s`, `3:07` or `2:03:07`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, second = divmod(whole, 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.console import SafeConsole
+from headrace.observe.diagnosis import Finding, Notices
 from headrace.observe.metrics import History, Record
-from headrace.observe.status import ObservedStatus
-from headrace.observe.summary import duration
+from headrace.observe.status import ObservedStatus, activity, duration
 from headrace.safe_text import CONTINUATION
 
 Statuses = Mapping[str, ObservedStatus]
@@ -36,14 +36,8 @@ MIN_GAUGES_WIDTH = 80
 LABEL_WIDTH = len("orchestrator") + 2
 BAR_WIDTH = 28
 SPARK_WIDTH = 30
-MIN_SHOWN_S = 5
-"""Time since the last progress from which on it is shown."""
-MAX_HEARTBEAT_S = 10.0
-"""Time without a heartbeat from which on it is shown."""
 PLAIN_INTERVAL_S = 1.0
 """Minimum time between two step lines."""
-PROBLEM_NOTICE_S = 30.0
-"""Duration of a problem after which plain output has a line about it; then at growing intervals."""
 REPEATED_LINES = 8
 """Permanent lines that are printed again after a resize."""
 
@@ -91,36 +85,37 @@ class LiveView(LiveRegion):
         self._title, self._max_steps = title, max_steps
         self._started, self._next = time.monotonic(), 0.0
 
-    def show(self, history: History, statuses: Statuses) -> None:
+    def show(self, history: History, statuses: Statuses, findings: Sequence[Finding] = ()) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + REFRESH_S
-            self.draw(self._render(history, statuses))
+            self.draw(self._render(history, statuses, findings))
 
     def close(self, history: History, statuses: Statuses) -> None:
-        self.finish(self._render(history, statuses))
+        self.finish(self._render(history, statuses, ()))
 
-    def _render(self, history: History, statuses: Statuses) -> RenderableType:
+    def _render(self, history: History, statuses: Statuses, findings: Sequence[Finding]) -> RenderableType:
         elapsed_s = time.monotonic() - self._started
-        return render(self._title, self._max_steps, history, statuses, elapsed_s, self.console.width)
+        return render(self._title, self._max_steps, history, statuses, elapsed_s, self.console.width, findings)
 
 
 class PlainView:
-    """Plain lines for log files and pipes: steps (at most one a second), evaluations, and lasting problems."""
+    """Plain lines for log files and pipes: steps (at most one a second), evaluations, and findings."""
 
     def __init__(self, max_steps: int, console: Console) -> None:
         self._max_steps, self._console = max_steps, console
         self._next = 0.0
         self._step: int | None = None
         self._evals: dict[str, dict[int, float]] = {}
-        self._problem_notice = PROBLEM_NOTICE_S
+        self._notices = Notices()
 
-    def show(self, history: History, statuses: Statuses) -> None:
+    def show(self, history: History, statuses: Statuses, findings: Sequence[Finding] = ()) -> None:
         self._show_evals(history)
         if self._step is None:  # steps before a resume are not shown
             self._step = history.step
         if history.step != self._step and time.monotonic() >= self._next:
             self._show_step(history)
-        self._show_problem(statuses)
+        for finding in self._notices.due(findings, time.monotonic()):
+            self.say(str(finding))
 
     def say(self, message: str) -> None:
         # Not wrapped: a message is one line of the log file.
@@ -135,14 +130,6 @@ class PlainView:
         self._step, self._next = history.step, time.monotonic() + PLAIN_INTERVAL_S
         head, left = f"step {history.step}/{self._max_steps}", _left(history, self._max_steps)
         self.say("  ".join([head, *facts(history), *left]))
-
-    def _show_problem(self, statuses: Statuses) -> None:
-        affected = _with_problem(statuses)
-        if affected is None:
-            self._problem_notice = PROBLEM_NOTICE_S
-        elif (age := affected.age(affected.problem_since)) >= self._problem_notice:
-            self._problem_notice = 2 * age
-            self.say(problem(affected))
 
     def _show_evals(self, history: History) -> None:
         for name, versions in history.evals.items():
@@ -166,14 +153,20 @@ def make_view(title: str, max_steps: int, console: Console | None = None) -> Vie
 
 
 def render(
-    title: str, max_steps: int, history: History, statuses: Statuses, elapsed_s: float, width: int
+    title: str,
+    max_steps: int,
+    history: History,
+    statuses: Statuses,
+    elapsed_s: float,
+    width: int,
+    findings: Sequence[Finding] = (),
 ) -> RenderableType:
-    """Return the live view: progress, reward or loss, throughput, and the activity of each process.
+    """Return the live view: progress, findings, reward or loss, throughput, and the activity of each process.
 
     No line is wider than `width`: numbers and curves are shortened, sentences are wrapped.
     """
-    affected = _with_problem(statuses)
-    left = [] if affected else _left(history, max_steps)  # no estimate while no step completes
+    no_step = any(finding.severity == "problem" or finding.kind == "reported" for finding in findings)
+    left = [] if no_step else _left(history, max_steps)  # no estimate while no step completes
     clock = ", ".join([f"{duration(elapsed_s)} elapsed", *left])
 
     body = Table.grid(padding=(0, 2))
@@ -191,7 +184,7 @@ def render(
     head = _head(title, min(history.step, max_steps), max_steps, clock, width)
     return Group(
         head,
-        *([] if affected is None else [Text(problem(affected).replace("\n", CONTINUATION), style="yellow")]),
+        *(Text(str(finding).replace("\n", CONTINUATION), style="yellow") for finding in findings),
         body,
     )
 
@@ -210,32 +203,6 @@ def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> Rend
         return Group(name, steps, time_text)
     line.add_row(steps, bar)
     return Group(name, line, time_text)
-
-
-def problem(status: ObservedStatus) -> str:
-    """Return why the run does not advance, and since when."""
-    since = time.strftime("%H:%M:%S", time.localtime(status.problem_since))
-    return f"no progress since {since} ({duration(status.age(status.problem_since))}): {status.problem}"
-
-
-def _with_problem(statuses: Statuses) -> ObservedStatus | None:
-    return next((status for status in statuses.values() if status.problem), None)
-
-
-def activity(status: ObservedStatus) -> str:
-    """Return what a process is doing: its state, its progress, and what it waits for."""
-    words = status.state
-    if status.progress is not None:
-        words += f": {status.progress}"
-        if not status.waiting_for and (age := status.age(status.progress.since)) >= MIN_SHOWN_S:
-            words += f" ({age:.0f} s)"
-    if status.waiting_for:
-        age = status.age(status.waiting_since)
-        wait = f"waiting for {status.waiting_for}" + (f" ({age:.0f} s)" if age >= 1 else "")
-        words = wait if words.startswith("waiting") else f"{words}, {wait}"
-    if status.silent_s > MAX_HEARTBEAT_S and status.state != "finished":
-        words += f" (no heartbeat for {status.silent_s:.0f} s)"
-    return words
 
 
 def facts(history: History) -> list[str]:

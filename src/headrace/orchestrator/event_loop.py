@@ -80,7 +80,7 @@ async def watch_loop(
                 where = location_of(sys._current_frames().get(thread_id))
                 message = "the event loop has been blocked for %.0f s in %s: no episode advances. %s, and rewards that "
                 log.warning(message + "may hang in a sandbox", blocked, where, ADVICE)
-                status.set(f"event loop blocked by {where} for {blocked:.0f} s")
+                status.set_problem(f"the event loop is blocked by {where}: no episode advances. {ADVICE}")
 
     threading.Thread(target=watch, name="loop-watch", daemon=True).start()
     ticking = asyncio.create_task(tick())

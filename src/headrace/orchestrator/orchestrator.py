@@ -225,10 +225,11 @@ class Orchestrator:
     def _log_gauges(self, lag: dict[str, float]) -> None:
         values = {**self.pipeline.gauges(), **lag}
         self._write(partial(self.metrics.log, self.pipeline.position, values))
-        self.status.set(None, **values)
         oldest, detail = self.dispatcher.oldest(), ""
         if oldest is not None:
             detail = f" (the oldest episode in flight, of {oldest[0]}, has been running for {oldest[1]:.0f} s)"
+        env, seconds = oldest or (None, 0.0)
+        self.status.set(None, **values, oldest_episode_env=env, oldest_episode_s=round(seconds, 1))
         self._stalls.check(" from ".join(self.pipeline.awaited()), self.pipeline.progress, detail)
 
     def _log_drift(self, report: DriftReport | None) -> None:

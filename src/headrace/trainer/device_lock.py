@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from headrace.observe.status import Status, wait_until
+from headrace.observe.status import THE_GPU, Status, wait_until
 from headrace.transport.lock import POLL_S, DeviceLock
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TrainerDeviceLock:
                 lock.release()  # acquired before an engine had read the request
             return lock.is_held
 
-        return wait_until(is_acquired, "the GPU", "the engine", self._status, poll=POLL_S, stopped=stopped)
+        return wait_until(is_acquired, THE_GPU, "the engine", self._status, poll=POLL_S, stopped=stopped)
 
     def _release(self, lock: DeviceLock) -> None:
         if self._on_gpu and lock.is_held:

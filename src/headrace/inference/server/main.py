@@ -27,7 +27,7 @@ from headrace.inference.server.http_server import HttpServer, bind, check_tls, u
 from headrace.inference.server.keys import Keys, KeySource
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.machine import frozen_gc, raise_open_file_limit
-from headrace.observe.status import Status
+from headrace.observe.status import THE_GPU, Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
@@ -86,7 +86,10 @@ def serve(
     raise_open_file_limit()
     with bind(config.host, config.port) as listener:
         server = _EngineServer(config, listener, keys, status, endpoint, announce, export)
-        if asyncio.run(server.serve(config.model.name, run, shared, engine)) is not None:
+        failure = asyncio.run(server.serve(config.model.name, run, shared, engine))
+        if failure is not None:
+            if status is not None:
+                status.set_problem(failure)
             raise SystemExit(AGAIN)
 
 
@@ -288,16 +291,20 @@ async def _report(backend: Backend, status: Status, url: str) -> None:
     status.set("serving", url=url)
     sampled, then = backend.state().tokens_sampled, time.monotonic()
     wait: int | None = None
+    unsaturated_at = then
     while True:
         state, now = backend.state(), time.monotonic()
+        if state.waiting <= state.running or state.waits_for_trainer:
+            unsaturated_at = now
         if state.waits_for_trainer and wait is None:
-            wait = status.begin_wait("the GPU from the trainer")
+            wait = status.begin_wait(f"{THE_GPU} from the trainer")
         elif not state.waits_for_trainer and wait is not None:
             status.end_wait(wait)
             wait = None
         rate = (state.tokens_sampled - sampled) / (now - then) if now > then else 0.0
         status.set(running=state.running, waiting=state.waiting, version=str(state.version))
         status.set(tokens_sampled=state.tokens_sampled, tokens_per_second=round(rate, 1))
+        status.set(kv_usage=round(state.kv_usage, 3), saturated_s=round(now - unsaturated_at, 1))
         if state.hand_overs:
             status.set(hand_overs=state.hand_overs, cache_releases=state.cache_releases)
         sampled, then = state.tokens_sampled, now

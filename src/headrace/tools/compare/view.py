@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.observe.chart import comparison_chart
-from headrace.observe.summary import duration
+from headrace.observe.status import duration
 from headrace.safe_text import escape_line, escape_markdown, markdown_table
 from headrace.tools.compare.comparison import (
     ComparisonWithCurves,

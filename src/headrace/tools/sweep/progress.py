@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headrace.observe.console import SafeConsole
 from headrace.observe.metrics import History, Tail
-from headrace.observe.summary import duration
+from headrace.observe.status import duration
 from headrace.observe.terminal import LiveRegion
 from headrace.safe_text import CONTINUATION
 from headrace.tools.sweep.record import State

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.observe.summary import duration
+from headrace.observe.status import duration
 from headrace.safe_text import escape_markdown, escape_xml, markdown_table
 from headrace.tools.compare.comparison import RunComparison, compare_runs
 from headrace.tools.compare.significance import Difference

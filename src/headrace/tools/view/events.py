@@ -47,8 +47,11 @@ class RunEvents:
             events.append(("metrics", {"records": records, "offset": self._tail.offset}, self._tail.offset))
         status = status_of(self._run)
         lasting = {
-            **status, "processes": [{n: v for n, v in p.items() if n not in VOLATILE} for p in status["processes"]]
-        }  # fmt: skip
+            **status,
+            "problem": bool(status["problem"]),  # its text has seconds, as a finding has
+            "doctor": [(finding.kind, finding.severity, finding.process) for finding in status["doctor"]],
+            "processes": [{n: v for n, v in p.items() if n not in VOLATILE} for p in status["processes"]],
+        }
         if lasting != self._status:
             self._status = lasting
             events.append(("status", status, None))

@@ -19,9 +19,11 @@ import msgspec
 
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
-from headrace.launch.heartbeat import HeartbeatContent
 from headrace.launch.run_directory import is_run
-from headrace.observe.status import ObservedStatus, StatusReader
+from headrace.observe.diagnosis import SILENT_S, diagnose
+from headrace.observe.heartbeat import read_heartbeat
+from headrace.observe.run_state import RunReader
+from headrace.observe.status import ENDED, ObservedStatus
 from headrace.observe.summary import Summary, rows
 from headrace.runfile.reading import leaves
 from headrace.tools.compare.inputs import Settings, differences, settings_of
@@ -32,8 +34,6 @@ MAX_DEPTH = 4
 """Levels of folders below the given one that are searched for runs."""
 MAX_RUNS = 2000
 SCAN_INTERVAL_S = 2.0
-SILENT_S = 30.0
-"""A launcher writes its heartbeat every few seconds; after this time without, it is dead or its host is."""
 SPARKLINE_POINTS = 24
 REWARDS = ("reward/all/mean", "loss")
 """The metric of the sparkline: the first that a run has."""
@@ -70,7 +70,7 @@ class ViewedRun:
     def __init__(self, id: str, name: str, root: Path) -> None:
         self.id, self.name, self.dir = id, name, RunDir(root)
         self.metrics = MetricsTable(self.dir.metrics)
-        self.status = StatusReader(self.dir.status)
+        self.reader = RunReader(self.dir)
         self._lock = threading.Lock()
         self._row: tuple[Any, RunRow] | None = None
         self._settings: tuple[Any, dict[str, Any], Settings] | None = None
@@ -157,11 +157,10 @@ def cached(path: Path, what: str, make: Callable[[], Any]) -> Any:
 
 def run_state(run: RunDir) -> tuple[str, str | None]:
     """Return the state of a run from its heartbeat, and its problem."""
-    try:
-        heartbeat = msgspec.json.decode(run.heartbeat.read_bytes(), type=HeartbeatContent)
-        silent_s = time.time() - run.heartbeat.stat().st_mtime
-    except (OSError, msgspec.MsgspecError):
+    heartbeat = read_heartbeat(run.heartbeat)
+    if heartbeat is None:
         return ("finished" if run.final_model.is_dir() or run.final_adapter.is_dir() else "unknown"), None
+    silent_s = time.time() - run.heartbeat.stat().st_mtime
     if heartbeat.state == "running" and silent_s > SILENT_S:
         return "silent", heartbeat.problem or f"its launcher has not written its heartbeat for {silent_s:.0f} s"
     return heartbeat.state, heartbeat.problem or None
@@ -294,12 +293,13 @@ def _summary(run: ViewedRun, row: RunRow, names: list[str]) -> Summary:
 def status_of(run: ViewedRun) -> dict[str, Any]:
     """Return the state of the run and of its processes, as the page and its live updates show it."""
     state, problem = run_state(run.dir)
-    statuses = run.status.read()
+    seen = run.reader.read()
     return {
         "state": state,
         "problem": problem,
-        "processes": [_process(status) for status in statuses.values()],
-        "notices": [{"process": name, "text": text} for name, s in statuses.items() for text in s.notices],
+        "doctor": diagnose(seen),
+        "processes": [_process(status) for status in seen.statuses.values()],
+        "notices": [{"process": name, "text": text} for name, s in seen.statuses.items() for text in s.notices],
     }
 
 
@@ -310,7 +310,7 @@ def _process(status: ObservedStatus) -> dict[str, Any]:
         "state": status.state,
         "waiting_for": status.waiting_for,
         "waiting_s": status.age(status.waiting_since) if status.waiting_for else 0.0,
-        "silent_s": None if status.state == "finished" else status.silent_s,
+        "silent_s": None if status.state in ENDED else status.silent_s,
         "problem": status.problem,
         "problem_s": status.age(status.problem_since) if status.problem else 0.0,
         "progress": "" if status.progress is None else str(status.progress),

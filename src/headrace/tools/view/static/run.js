@@ -2,21 +2,16 @@
 /* One run: its charts, where the time went, its processes and notices; and the search over its texts. */
 (() => {
   const { html, text, number, seconds, useMemo, useState, useRef } = HR;
-  const WAIT_WARNING_S = 60;
 
   const lineOf = (name, series) => ({ name, x: series.step, y: series.mean, low: series.min, high: series.max });
 
-  /* What is wrong right now, from the states of the processes. */
-  HR.Banner = ({ run }) => {
-    const waits = run.state === "running" ? run.processes.filter((p) => p.waiting_for && p.waiting_s > WAIT_WARNING_S) : [];
-    const lines = [
-      ...(run.problem ? [run.problem] : []),
-      ...(run.doctor ?? []).map((finding) => `${finding.process}: ${finding.text} ${finding.try ?? ""}`),
-      ...run.processes.filter((p) => p.problem).map((p) => `${p.process}: ${p.problem} (${seconds(p.problem_s)})`),
-      ...waits.map((p) => `${p.process}: waiting for ${p.waiting_for} (${seconds(p.waiting_s)})`),
-    ];
-    return lines.length > 0 && html`<ul class="banner" role="alert">${lines.map((line, i) => html`<li key=${i}>${text(line)}</li>`)}</ul>`;
-  };
+  /* What `headrace doctor` finds; the numbers are those of when it was found. */
+  HR.Banner = ({ run }) =>
+    run.doctor?.length > 0 &&
+    html`<ul class="banner" role="alert">${run.doctor.map(
+      (finding) => html`<li key=${finding.kind + finding.process} class=${finding.severity}>
+        <strong>${text(finding.process)}</strong>: ${text(finding.fact)} <em>${text(finding.fix)}</em></li>`,
+    )}</ul>`;
 
   const Processes = ({ processes }) =>
     processes.length > 0 &&

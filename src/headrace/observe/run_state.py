@@ -1,0 +1,124 @@
+"""Read what is known of a run: its files, the processes of this host, its disk, and the servers that it depends on.
+
+Only the ends of the metrics are read, so that the answer takes milliseconds however long the run is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from headrace.errors import BadInput
+from headrace.machine import list_processes
+from headrace.observe.diagnosis import RunState
+from headrace.observe.heartbeat import read_heartbeat
+from headrace.observe.metrics import History, Tail
+from headrace.observe.status import StatusReader
+from headrace.transport.blocking import in_daemon_thread
+from headrace.transport.files import MARKER, STEP
+from headrace.transport.run_dir import RunDir
+
+TAIL_BYTES = 512 << 10
+"""Bytes at the end of the metrics that are read: some ten steps."""
+CONNECT_S = 0.4
+"""Time for a connection to another server."""
+
+
+class RunReader:
+    """Reads the state of a run again and again, and of its files only what is new."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self._statuses = [StatusReader(path, from_file_times=True) for path in (run.status, run.status / "ranks")]
+        self._tail, self._history = Tail(run.metrics), History()
+        self._size = 0
+
+    def read(self, connect: bool = False) -> RunState:
+        """Return the state of the run; with `connect` of a running one, also which other servers are unreachable."""
+        with self._lock:
+            self._read_metrics()
+            statuses = {name: status for reader in self._statuses for name, status in reader.read().items()}
+        state = RunState(self._history, statuses, read_heartbeat(self._run.heartbeat), host=socket.gethostname())
+        if state.heartbeat is not None:
+            state.silent_s = max(0.0, time.time() - self._run.heartbeat.stat().st_mtime)
+        add_machine(state, self._run)
+        if connect and state.is_running and state.active:
+            state.unreachable = unreachable_servers(self._read_config())
+        return state
+
+    def _read_config(self) -> dict[str, Any]:
+        # Not by `config.files`, whose imports take longer than all the rest.
+        try:
+            return tomllib.loads(self._run.config.read_text()) if self._run.config.is_file() else {}
+        except ValueError as error:
+            raise BadInput(f"not the configuration of a run: {error}", file=self._run.config) from error
+
+    def _read_metrics(self) -> None:
+        size = self._run.metrics.stat().st_size if self._run.metrics.is_file() else 0
+        if size < self._size or self._size == 0:  # a resume from an earlier checkpoint has replaced the file
+            self._history, self._tail.offset = History(), max(0, size - TAIL_BYTES)
+            if self._tail.offset:
+                with open(self._run.metrics, "rb") as file:
+                    file.seek(self._tail.offset)
+                    self._tail.offset += len(file.readline())
+        self._size = size
+        for record in self._tail.read():
+            self._history.add(record)
+
+
+def add_machine(state: RunState, run: RunDir) -> None:
+    """Add the processes of this host, and the space on the disk of the run."""
+    if state.is_running:
+        state.processes = list_processes()
+    disk = os.statvfs(run.root)
+    state.free_bytes = disk.f_bavail * disk.f_frsize if disk.f_favail or not disk.f_files else 0
+    checkpoints = sorted(path.parent for path in run.checkpoints.glob(f"{STEP}/{MARKER}"))
+    state.checkpoint_bytes = sum(path.stat().st_size for path in checkpoints[-1].rglob("*")) if checkpoints else 0
+
+
+def unreachable_servers(tree: dict[str, Any]) -> dict[str, str]:
+    """Return the models of a run's configuration whose servers accept no connection: address and reason by key."""
+    tests = [(key, url, in_daemon_thread(partial(_connect, url))) for key, url in _servers(tree, "")]
+    wait([test for *_, test in tests], CONNECT_S + 0.1)  # a name that is looked up may take longer
+    reasons = {(key, url): test.result() if test.done() else "no answer in time" for key, url, test in tests}
+    return {key: f"{url}: {reason}" for (key, url), reason in reasons.items() if reason}
+
+
+def _servers(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the URL of each `base_url` of a tree."""
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in entries:
+        if name == "base_url":
+            yield from ((key, url) for url in ([value] if isinstance(value, str) else value))
+        else:
+            yield from _servers(value, f"{key}.{name}".lstrip("."))
+
+
+def _connect(url: str) -> str:
+    """Return why no connection to the server of a URL can be made; empty if one can."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log file; empty if there is none."""
+    if not log.is_file():
+        return ""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - (4 << 10)))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
