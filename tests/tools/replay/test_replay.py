@@ -18,6 +18,7 @@ from headrace.rollout.batch import Batch, BatchSample, DamagedFile, batch_of
 from headrace.rollout.types import Sample
 from headrace.runfile.reading import put, validate
 from headrace.runfile.run import RunConfig
+from headrace.tools.replay.bundle import PARTS, unpack
 from headrace.tools.replay.replay import replay_step
 from headrace.tools.replay.source import open_run
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
@@ -104,6 +105,19 @@ def test_a_bundle_is_one_step_for_a_machine_that_has_neither_the_run_nor_its_mod
     report = replay_step(bundle, None, tolerance=0)
     assert (report.verdict, report.step, report.first, report.tokens_from) == ("bit-equal", 4, 4, "run")
     assert [path.name for path in tmp_path.iterdir()] == ["step.bundle"]  # nothing is left behind
+
+
+def test_a_bundle_from_elsewhere_brings_no_code(copied: RunDir, tmp_path: Path):
+    bundle, folder = tmp_path / "step.bundle", tmp_path / "unpacked"
+    tree = copied.config.read_text().replace("trust_remote_code = false", "trust_remote_code = true")
+    copied.config.write_text("".join(line for line in tree.splitlines(True) if not line.startswith("# xxh3")))
+    replay_step(copied.root, 3, bundle=bundle)
+    with tarfile.open(bundle, "a") as tar:
+        for name in ("code_folders.json", "../outside"):
+            tar.addfile(tarfile.TarInfo(name))
+    unpack(bundle, folder)
+    assert not read_rl_run(folder).trainer.model.trust_remote_code
+    assert {path.name for path in folder.iterdir()} <= PARTS and not (tmp_path / "outside").exists()
 
 
 def penalized(number: int) -> list[Sample]:
@@ -225,6 +239,14 @@ def test_other_settings_differ_from_the_step_on_that_they_change(reverse_text: R
     first = report.tokens[0].first
     assert first is not None and report.tokens[0].largest > report.tokens[0].mean > 0
     assert report.errors["optim/lr"] == pytest.approx(99)
+
+
+def test_a_step_is_replayed_in_the_dtype_of_the_run_or_in_another(reverse_text: RunDir):
+    assert replay_step(reverse_text.root, 3).platform.dtype == "float32"
+    report = replay_step(reverse_text.root, 3, overrides=["--trainer.model.dtype=bfloat16"])
+    assert report.platform.dtype == "bfloat16" and report.verdict == "differs"
+    assert report.recorded_platform is not None
+    assert report.recorded_platform.differences(report.platform) == ["dtype: float32, here bfloat16"]
 
 
 def test_a_step_that_was_not_recorded_is_replayed_and_not_compared(copied: RunDir):

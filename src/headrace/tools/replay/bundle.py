@@ -18,6 +18,7 @@ from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import seal
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import model_directory
+from headrace.tools.replay.source import with_overrides
 from headrace.transport.adapter import CONFIG, is_adapter
 from headrace.transport.checkpoint_files import read_marker
 from headrace.transport.digests import check_file, file_digest
@@ -27,6 +28,8 @@ from headrace.transport.run_dir import RunDir
 
 MANIFEST = "bundle.json"
 BASE = "base"
+PARTS = {MANIFEST, "config.toml", "platform.json", "metrics.jsonl", "batches", "checkpoints", "tokens", BASE}
+"""Files and folders of a bundle; others are left out, so that one from elsewhere brings no code."""
 MODEL = "model"
 """The folder of a checkpoint with the files of its model."""
 
@@ -82,7 +85,7 @@ def unpack(bundle: Path, directory: Path) -> Manifest:
     """Extract a bundle as a run directory; raise `DamagedFile` with the name of a member that is not as written."""
     try:
         with tarfile.open(bundle, "r:") as tar:
-            tar.extractall(directory, filter="data")
+            tar.extractall(directory, [each for each in tar if each.name.split("/")[0] in PARTS], filter="data")
         header = (directory / MANIFEST).read_bytes()
     except (tarfile.TarError, FileNotFoundError) as error:
         raise DamagedFile(f"not a readable bundle: {error}", file=bundle) from error
@@ -94,7 +97,8 @@ def unpack(bundle: Path, directory: Path) -> Manifest:
     (checkpoint,) = run.checkpoints.glob("step-*")
     base = directory / BASE
     model = base if base.is_dir() else checkpoint / MODEL
-    save(pin(read_rl_run(directory), directory, str(model)), run)
+    config = with_overrides(read_rl_run(directory), ["--trainer.model.trust_remote_code", "false"])
+    save(pin(config, directory, str(model)), run)
     if is_adapter(checkpoint / MODEL):
         _adopt_base(checkpoint, base)
     return manifest

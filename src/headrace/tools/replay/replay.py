@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOLERANCE = 1e-5
 DEFAULT_ROLLOUTS = 10
+DTYPE = "--trainer.model.dtype"
 
 Progress = Callable[..., None]
 
@@ -64,8 +65,11 @@ def replay_step(
             step = manifest.step
         if step is None:
             raise BadInput("missing", key="STEP", fix="Give the step of the run to replay.")
+        recorded = read_platform(RunDir(folder).platform) or (None if manifest is None else manifest.platform)
+        chosen = any(word.startswith(DTYPE) for word in overrides)
+        if recorded is not None and recorded.dtype == "float32" and not chosen:  # `auto` is bfloat16 on a GPU
+            overrides = [DTYPE, "float32", *overrides]
         source = open_run(folder, step, overrides)
-        recorded = read_platform(source.run.platform) or (None if manifest is None else manifest.platform)
         packed = RunDir(Path(scratch, "packed"))
         from headrace.trainer.replay import Replay
 
@@ -149,7 +153,7 @@ def _pack(
 ) -> None:
     """Write the bundle of a step; `packed` has its checkpoint. What the run did not record is that of this replay."""
     step, metrics = source.step, source.recorded.get(source.step)
-    config = with_overrides(source.config, ["--trainer.model.dtype", platform.dtype])  # the same on any device
+    config = with_overrides(source.config, [DTYPE, platform.dtype])  # the same on any device
     save(config, packed)
     if source.run.platform.is_file():
         shutil.copyfile(source.run.platform, packed.platform)

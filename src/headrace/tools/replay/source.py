@@ -22,7 +22,7 @@ from headrace.observe.metrics import History, Record, read_metrics
 from headrace.rollout.batch import Batch, batch_of, encode_batch
 from headrace.rollout.digest import digest_of
 from headrace.runfile.reading import parse_overrides, put, validate
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import SHARED, RunConfig
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RunDir
@@ -98,12 +98,19 @@ def open_run(path: Path, step: int, overrides: Sequence[str] = ()) -> ReplaySour
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings with `--trainer.key value` replaced."""
+    """Return the settings with `--trainer.key value` replaced, also where other sections share the key."""
     tree = config.model_dump(mode="json", exclude_none=True)
     for path, value in parse_overrides(overrides):
+        key = ".".join(path)
         if path[0] != "trainer":
-            raise BadInput(
-                "a replay runs the trainer alone", key=f"--{'.'.join(path)}", fix="Write --trainer.key value."
-            )
-        put(tree, path, value)
+            raise BadInput("a replay runs the trainer alone", key=f"--{key}", fix="Write --trainer.key value.")
+        copies = [
+            copy + key.removeprefix(target)
+            for source, targets in SHARED.items()
+            for target in targets
+            if f"{key}.".startswith(f"{target}.")
+            for copy in (source, *targets)
+        ]
+        for place in (key, *copies):
+            put(tree, place.split("."), value)
     return validate(RunConfig, tree, "command line")[0] if overrides else config
