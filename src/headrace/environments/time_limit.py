@@ -44,29 +44,30 @@ class Limited:
         self._lock = asyncio.Lock()
         self._stuck: list[threading.Thread] = []
 
-    async def __call__(self, *args: Any) -> Any:
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns; raise `OutOfTime` after `timeout` seconds, not counting the queue."""
+        call = partial(self._function, *args, **kwargs)
         if not self._in_thread:
-            return await self._within_timeout(args)
+            return await self._within_timeout(call)
         async with self._lock:
-            return await self._within_timeout(args)
+            return await self._within_timeout(call)
 
-    async def _within_timeout(self, args: tuple[Any, ...]) -> Any:
+    async def _within_timeout(self, function: Callable[[], Any]) -> Any:
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
-                value = await self._call_in_thread(args) if self._in_thread else self._function(*args)
+                value = await self._call_in_thread(function) if self._in_thread else function()
                 return await value if inspect.isawaitable(value) else value
         except TimeoutError as error:
             if not limit.expired():
                 raise  # the function's own
             raise OutOfTime(f"it took longer than {self._timeout:g} s") from error
 
-    async def _call_in_thread(self, args: tuple[Any, ...]) -> Any:
+    async def _call_in_thread(self, function: Callable[[], Any]) -> Any:
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= MAX_STUCK_CALLS:
             raise OutOfTime(f"it is not called again, since {MAX_STUCK_CALLS} earlier calls have still not returned")
-        call = ThreadCall(partial(self._function, *args))
+        call = ThreadCall(function)
         try:
             return await call.result()
         except asyncio.CancelledError:

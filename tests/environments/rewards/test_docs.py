@@ -11,8 +11,10 @@ import yaml
 
 from headrace.environments import environment
 from headrace.environments.base import Environment, tasks_of
+from headrace.environments.hackable.providers.datasets import local
 from headrace.environments.registry import load_environment
 from headrace.environments.rewards.registry import REWARDS
+from headrace.environments.rewards.running import Rewards
 from headrace.environments.script import play
 from headrace.rollout.types import Rollout
 from tests.refusals import refused
@@ -28,6 +30,17 @@ def words():
     yield {"word": "river", "answer": "RIVER"}
 
 
+TRL = """
+def upper(completions, word, **columns):
+    return [float(completion == each.upper()) for completion, each in zip(completions, word)]
+
+
+def right(prompts, completions, answer, **columns):
+    rows = zip(prompts, completions, answer)
+    return [float(prompt[0]["role"] == "user" and reply[0]["content"] == gold) for prompt, reply, gold in rows]
+"""
+
+
 @environment(data=words, rewards={})
 def shout(row):
     return f"Write {row['word']} in capitals."
@@ -38,6 +51,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files of the page, in which the process runs."""
     (tmp_path / "few_commas.py").write_text(COMPLETION)
     (tmp_path / "shortest.py").write_text(GROUP)
+    (tmp_path / "trl.py").write_text(TRL)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -87,6 +101,19 @@ async def test_an_environment_takes_the_batch_signature_and_gives_it_prompt_and_
     assert [r.rewards for r in await group_of(made, "RIVER", "no")] == [{"batch": 1.0}, {"batch": 0.0}]
 
 
+async def test_a_reward_of_trl_gets_the_columns_of_the_data_by_keyword(beside: Path):
+    made = load_environment(f"{__name__}:shout", {"rewards": {"upper": {"name": "trl.py:upper", "weight": 0.5}}})
+    assert [r.rewards for r in await group_of(made, "RIVER", "no")] == [{"upper": 0.5}, {"upper": 0.0}]
+
+
+async def test_a_reward_of_trl_sees_messages_where_the_prompts_are_messages(beside: Path):
+    (beside / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+2"}], "answer": "4"}\n' * 2)
+    (sample, _) = local(str(beside / "data.jsonl"), instructions="")
+    assert sample.prompt == "2+2"
+    scores = await Rewards(["trl.py:right"]).score_group(["4", "5"], [sample.data, sample.data])
+    assert scores == {"right": [1.0, 0.0]}
+
+
 @pytest.mark.parametrize(
     ("table", "key"),
     [
@@ -94,6 +121,7 @@ async def test_an_environment_takes_the_batch_signature_and_gives_it_prompt_and_
         ({"commas": "no_such_file.py:few_commas"}, "rewards.commas"),
         ({"commas": {"name": "few_commas.py:few_commas", "kwargs": {"wait": 1}}}, "rewards.commas.kwargs.wait"),
         ({"commas": {"reward": "few_commas.py:few_commas"}}, "rewards.commas"),
+        ({"upper": {"name": "trl.py:upper", "kwargs": {"word": "a column"}}}, "rewards.upper.kwargs.word"),
     ],
 )
 def test_a_table_that_cannot_be_used_is_refused_by_its_key(beside: Path, table: object, key: str):

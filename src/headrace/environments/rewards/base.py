@@ -3,7 +3,8 @@
 A reward is a function of one completion: it takes the completion's text and the task's data, and returns a number.
 A group reward (`@group_reward`) takes the texts and the data of all completions of a group and returns a number for
 each. A batch reward, the hackable layer's `reward(prompts, completions, answers, infos)`, is called as a group reward
-with the columns of its rows. All may be asynchronous, or objects with `__call__`. Optional attributes of a reward:
+with the columns of its rows; so is TRL's `reward(completions, **columns)`, by keyword. All may be asynchronous, or
+objects with `__call__`. Optional attributes of a reward:
 
     name           the name of its scores, where a list of rewards gives none
     bounded        true if it needs no time limit: it has its own, or takes time in proportion to the text
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Data = Mapping[str, Any]
 Scores = Sequence[float]
-Form = Literal["completion", "group", "batch"]
+Form = Literal["completion", "group", "batch", "columns"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -55,13 +56,16 @@ def group_reward(reward: Function) -> Function:
 
 
 def form_of(reward: AnyReward) -> Form:
-    """Return how a reward is called: with one completion, with a group, or with the columns of a batch."""
+    """Return how a reward is called: with one completion, with a group, or with columns, by position or by keyword."""
     if (form := getattr(reward, "form", None)) is not None:
         return form  # type: ignore[no-any-return]
     try:
-        parameters = inspect.signature(reward).parameters.values()
+        named = inspect.signature(reward).parameters
     except ValueError:  # a builtin without a signature
         return "completion"
+    parameters = named.values()
+    if "completions" in named and "infos" not in named and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return "columns"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
     return "batch" if len(required) >= 4 or (positional and positional[0].name == "prompts") else "completion"
@@ -79,6 +83,22 @@ def batch_arguments(texts: Sequence[str], data: Sequence[Data]) -> tuple[list[An
     """Return prompts, completions, answers and infos. For the row of an environment, `info` is the whole row."""
     prompts, answers = ([str(row.get(name, "")) for row in data] for name in ("prompt", "answer"))
     return prompts, list(texts), answers, [getattr(row, "info", row) for row in data]
+
+
+def keyword_columns(texts: Sequence[str], data: Sequence[Data]) -> dict[str, list[Any]]:
+    """Return `prompts`, `completions` and the other columns of the rows, as TRL passes them.
+
+    Where the data has conversations for prompts, a completion is a conversation, too: the assistant's message.
+    """
+    rows = [getattr(row, "info", row) for row in data]
+    prompts = [own.get("prompt", row.get("prompt", "")) for own, row in zip(rows, data, strict=True)]
+    names = dict.fromkeys(name for row in data for name in row if name != "prompt")
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    columns = {name: [row.get(name) for row in data] for name in names}
+    return {**columns, "prompts": prompts, "completions": completions}
 
 
 class Counts(dict[str, int]):
@@ -166,8 +186,8 @@ class _Scaled:
         self._reward: Callable[..., Any] = reward
         self._factor = factor
 
-    def __call__(self, *args: Any) -> Any:
-        value = self._reward(*args)
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        value = self._reward(*args, **columns)
         return self._scale_later(value) if inspect.isawaitable(value) else self._scale(value)
 
     async def _scale_later(self, value: Awaitable[Any]) -> Any:

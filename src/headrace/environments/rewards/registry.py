@@ -22,9 +22,14 @@ PARTS = ("all", "answer")
 Options = Mapping[str, Any]
 Kind = TypeVar("Kind", bound=type)
 
-REWARDS = PluginRegistry(
-    "reward", "headrace.environments.rewards", lambda reward: 4 if form_of(reward) == "batch" else 2
-)
+
+def _call_arguments(reward: Callable[..., Any]) -> int:
+    """Return how many parameters are not options; TRL's form has no options."""
+    form = form_of(reward)
+    return len(inspect.signature(reward).parameters) if form == "columns" else 4 if form == "batch" else 2
+
+
+REWARDS = PluginRegistry("reward", "headrace.environments.rewards", _call_arguments)
 register_reward = REWARDS.decorator
 
 

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from headrace.environments.arguments import BadArgument
 from headrace.environments.base import EpisodeError
 from headrace.environments.fault import fault_of
-from headrace.environments.rewards.base import AnyReward, Data, batch_arguments, close, form_of, name_of
+from headrace.environments.rewards.base import (
+    AnyReward,
+    Data,
+    batch_arguments,
+    close,
+    form_of,
+    keyword_columns,
+    name_of,
+)
 from headrace.environments.sandbox import CallFailed, CallTimeout
 from headrace.environments.time_limit import Limited, OutOfTime
 
@@ -109,16 +117,20 @@ class Rewards:
         if self._forms[name] == "completion":
             pairs = zip(texts, data, strict=True)
             return list(await asyncio.gather(*(self._score_completion(name, *pair) for pair in pairs)))
-        is_batch = self._forms[name] == "batch"
-        values = await self._call(name, *(batch_arguments(texts, data) if is_batch else (list(texts), list(data))))
+        form = self._forms[name]
+        if form == "columns":
+            values = await self._call(name, **keyword_columns(texts, data))
+        else:
+            columns = batch_arguments(texts, data) if form == "batch" else (list(texts), list(data))
+            values = await self._call(name, *columns)
         if isinstance(values, RewardFailure):
             return [values] * len(texts)
         return numbers_of(name, f"reward {name!r}", values, len(texts))
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, *args: Any, **columns: Any) -> Any:
         """Return what the reward returns, or a `RewardFailure`."""
         try:
-            return await self._calls[name](*args)
+            return await self._calls[name](*args, **columns)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():

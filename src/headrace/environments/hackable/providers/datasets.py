@@ -137,6 +137,12 @@ def _first(rows: Rows, limit: int | None, shuffle: bool, seed: int) -> Rows:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    answer = row.find("answer")
-    question = row.text("question", "prompt", "problem")
-    return {**row.content, "question": question, "answer": "" if answer is None else str(answer)}
+    answer, asked = row.find("answer"), row.find("question", "prompt", "problem")
+    content = row.content
+    if isinstance(asked, list):  # a conversation
+        if len(asked) != 1 or not isinstance(asked[0], dict) or asked[0].get("role") != "user":
+            fix = "Give the question as a text, and what stands before it as instructions."
+            raise row.error("expected a text, or one message of the user", key="question", value=asked, fix=fix)
+        content = {**content, "question": asked[0].get("content"), "prompt": asked}
+    question = Row(content, row.place).text("question", "prompt", "problem")
+    return {**content, "question": question, "answer": "" if answer is None else str(answer)}
