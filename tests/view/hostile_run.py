@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.observe.histograms import BOUNDS, count
+from headrace.observe.metrics import MetricsLog
 from headrace.rollout.types import Rollout, Sample
 from headrace.transport.rollout_files import write_rollouts
 
@@ -14,6 +16,12 @@ MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 CONTROL = "\x1b[31mred\x07 \u202egnp.exe\u2066 \x00 \u200b"
 HOSTILE = f"{MARKUP} {CONTROL} ]]> &lt; ${{7*7}} {{{{7*7}}}}"
 NAME = "run <b onmouseover=alert(3)> \u202e\x1b[2J"
+MATHS = (
+    r"$$x^2 + \frac{1}{2}$$ and \(\sqrt{y}\) but $\href{javascript:alert(4)}{x}$ "
+    r"\[\text{<img src=x onerror=alert(5)>}\] $\class{c}{\id{i}{\style{color:red}{z}}}$ "
+    r"$<img src=x onerror=alert(6)>$ $\def\a{\a\a}\a$ costs $5 and $6, \(\unknown"
+)
+"""Formulas, two of which are harmless, and what tries to be one."""
 STEP = 5
 LENGTHS = (40, 32_000, 100_000, 12)
 """Tokens of the rollouts of the hostile step, by row."""
@@ -23,9 +31,12 @@ def add_hostile_run(folder: Path) -> None:
     """Copy the recorded run `rl` within the folder to a hostile name, with a further step of hostile rollouts."""
     run = folder / NAME
     shutil.copytree(folder / "rl", run)
-    answers = (HOSTILE, "short", f"{HOSTILE}\n" * 300, "A" * 1_000_000)
+    answers = (HOSTILE, MATHS, f"{HOSTILE}\n" * 300, "A" * 1_000_000)
     rollouts = [_rollout(row, answer, LENGTHS[row]) for row, answer in enumerate(answers)]
     write_rollouts(run / "rollouts", STEP, rollouts, [])
+    for step in range(1, STEP + 1):
+        texts = {f"histogram/{name}": count(name, [0.5, 1.0, 2.0 * step]).encode() for name in BOUNDS}
+        MetricsLog(run / "metrics.jsonl", "trainer").log(step, texts)
 
 
 def _rollout(row: int, answer: str, length: int) -> Rollout:

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.safe_text import escape_control
 from tests.view.conftest import Browsing
-from tests.view.hostile_run import CONTROL, LENGTHS, MARKUP, NAME, STEP
+from tests.view.hostile_run import CONTROL, LENGTHS, MARKUP, MATHS, NAME, STEP
 
 pytestmark = pytest.mark.view
 
@@ -38,6 +38,37 @@ def test_a_hostile_conversation_is_shown_as_it_was_written(browsing: Browsing):
     shown = browsing.page.text_content("main")
     assert shown is not None
     assert MARKUP in shown and escape_control(CONTROL) in shown
+
+
+def test_histograms_are_heat_maps_that_show_their_counts(browsing: Browsing):
+    open_hostile(browsing)
+    maps = browsing.page.locator("canvas.heat")
+    maps.nth(2).scroll_into_view_if_needed()
+    assert maps.count() == 3
+    painted = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(value => value > 0)"
+    assert all(maps.nth(index).evaluate(painted) for index in range(3))
+    box = maps.nth(0).bounding_box()
+    browsing.page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 3)
+    shown = f"caption.textContent.includes('step {STEP}: 1 from')"
+    browsing.wait(f"[...document.querySelectorAll('figcaption')].some(caption => {shown})")
+
+
+def test_formulas_are_mathml_and_hostile_ones_stay_text(browsing: Browsing):
+    open_hostile(browsing, "step", STEP, "rollout", 1)
+    page, answer = browsing.page, ".message.assistant > .text"
+    assert page.locator("math").count() == 0
+    assert page.text_content(answer) == MATHS
+    page.get_by_label("rendered maths").check()
+    browsing.wait("() => document.querySelectorAll('math').length >= 3")
+    assert page.evaluate(INJECTED) == 0
+    unsafe = "element => [...element.attributes].some(({name}) => /^on|href|src|^id$/.test(name))"
+    assert not page.evaluate(f"[...document.querySelectorAll('math *')].some({unsafe})")
+    shown = page.text_content(answer)
+    assert r"$\href{javascript:alert(4)}{x}$" in shown and r"$\class{c}" in shown
+    assert r"$\def\a{\a\a}\a$ costs $5 and $6, \(\unknown" in shown
+    page.get_by_label("rendered maths").uncheck()
+    browsing.wait("() => document.querySelectorAll('math').length === 0")
+    assert page.text_content(answer) == MATHS
 
 
 def test_every_character_that_python_escapes_is_escaped_in_the_browser(browsing: Browsing):

@@ -86,6 +86,8 @@ class ProcessStatus(msgspec.Struct):
     clock_jump_s: float = 0.0
     """By how much the wall clock was last set while the process ran; 0: it was not."""
     clock_jump_since: float = 0.0
+    notice_times: list[float] = msgspec.field(default_factory=list)
+    """When each was given, by the wall clock; empty in files of older versions."""
 
 
 class ObservedStatus(ProcessStatus):
@@ -179,6 +181,7 @@ class Status:
         """Log a message and show it on the terminal of the run."""
         log.log(level, "%s", sentence)
         self.current.notices.append(sentence)
+        self.current.notice_times.append(time.time())
         self._write()
 
     def begin_wait(self, what: str) -> int:

@@ -7,12 +7,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from headrace.errors import BadInput
+from headrace.observe.histograms import count
 from headrace.observe.metrics import History, MetricsLog, read_metrics
+from headrace.observe.status import ProcessStatus
 from headrace.rollout.types import Rollout, Sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.tools.view.events import RunEvents
@@ -106,6 +109,39 @@ def test_columns_grow_with_the_file_and_skip_a_cut_line(tmp_path: Path):
     assert table.points(["loss", "reward/all/mean"])["reward/all/mean"][0].tolist() == [1, 2]
     write_metrics(path, [4])
     assert table.points(["loss", "reward/all/mean"])["loss"][0].tolist() == [1, 2, 4]
+
+
+def test_a_notice_is_at_the_step_whose_record_came_after_it(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(RL.root, run.root)
+    records = [{"step": n, "time": 10.0 * n, "process": "trainer", "loss": 0} for n in (1, 2, 3)]
+    run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(records))
+    notices = [f"notice {n}" for n in range(4)]
+    status = ProcessStatus("trainer", 1, 0.0, "finished", notices=notices, notice_times=[0.0, 15.0, 99.0])
+    run.status.mkdir(exist_ok=True)
+    (run.status / "trainer.json").write_bytes(msgspec.json.encode(status))
+    client = browser(run.root)
+    shown = [n for n in answer(client, f"/api/runs/{run_id(client, 'run')}")["notices"] if n["process"] == "trainer"]
+    assert [(notice["text"], notice["step"]) for notice in shown] == list(zip(notices, [1, 2, 3, None], strict=True))
+
+
+@pytest.mark.parametrize("buckets", [2, 10])
+def test_histograms_are_added_up_over_ranges_of_steps(tmp_path: Path, buckets: int):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(RL.root, run.root)
+    log = MetricsLog(run.metrics, "trainer")
+    for step in range(1, 5):
+        log.log(100 + step, {"histogram/ratio": count("ratio", [1.0] * step).encode()})
+    log.log(104, {"histogram/ratio": count("ratio", [1.0] * 9).encode()})  # again, after a resume
+    client = browser(run.root)
+    path = f"/api/runs/{run_id(client, 'run')}/histograms?buckets={buckets}"
+    (histogram,) = [h for h in answer(client, path)["histograms"] if h["name"] == "ratio"]
+    assert len(histogram["bounds"]) + 1 == len(histogram["counts"][0])
+    expected = {2: ([101, 103], [3, 12]), 10: ([101, 102, 103, 104], [1, 2, 3, 9])}[buckets]
+    assert (histogram["step"], [sum(column) for column in histogram["counts"]]) == expected
+    assert "histogram/ratio" not in answer(client, f"/api/runs/{run_id(client, 'run')}")["names"]
+    log.log(105, {"histogram/ratio": "damaged"})
+    assert client.get(path).status_code == 400
 
 
 @pytest.mark.parametrize(("points", "buckets"), [(10, 10), (1000, 7), (999, 100), (5, 600), (0, 5)])

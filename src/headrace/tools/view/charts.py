@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import BadInput
+from headrace.observe.histograms import BOUNDS, PREFIX, decode
 from headrace.tools.view.runs import ViewedRun
 from headrace.tools.view.series import downsample, numbers
 
@@ -78,6 +79,25 @@ def check_buckets(buckets: int) -> int:
     if not 1 <= buckets <= MAX_BUCKETS:
         raise BadInput(f"not between 1 and {MAX_BUCKETS}", key="buckets", value=buckets)
     return buckets
+
+
+def read_histograms(run: ViewedRun, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
+    """Return the recorded histograms between two steps, added up over at most `buckets` ranges of steps."""
+    points = run.metrics.points(PREFIX + name for name in BOUNDS)
+    histograms = []
+    for name, bounds in BOUNDS.items():
+        steps, texts = points[PREFIX + name]
+        inside = (steps >= first) & (steps <= (np.inf if last is None else last))
+        steps, texts = steps[inside], texts[inside]
+        if not len(steps):
+            continue
+        starts = np.arange(0, len(steps), -(-len(steps) // check_buckets(buckets)))
+        try:
+            counts = np.add.reduceat(np.stack([decode(name, text).counts for text in texts]), starts)
+        except ValueError as error:
+            raise BadInput(f"damaged: {error}", file=run.dir.metrics, key=PREFIX + name) from error
+        histograms.append({"name": name, "bounds": bounds, "step": steps[starts].tolist(), "counts": counts.tolist()})
+    return {"histograms": histograms}
 
 
 def read_lanes(run: ViewedRun, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def exported_paths(folder: RunFolder) -> Iterator[str]:
     yield from ("/api/runs", "/api/settings")
     for id, run in folder.runs().items():
         base = f"/api/runs/{id}"
-        yield from (base, f"{base}/series", f"{base}/lanes")
+        yield from (base, f"{base}/series", f"{base}/lanes", f"{base}/histograms")
         saved = saved_files(run)
         for step in sorted({*saved["steps"][-MAX_STEPS:], *set(saved["steps"]).intersection(saved["token_steps"])}):
             yield f"{base}/steps/{step}"

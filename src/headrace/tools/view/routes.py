@@ -43,6 +43,11 @@ def _lanes(folder: RunFolder, path: Parameters, query: Query) -> Any:
     return charts.read_lanes(folder.run(path["run"]), *chosen)
 
 
+def _histograms(folder: RunFolder, path: Parameters, query: Query) -> Any:
+    chosen = number(query, "buckets", 200), number(query, "first", 0), number(query, "last", None)
+    return charts.read_histograms(folder.run(path["run"]), *chosen)
+
+
 def _step(folder: RunFolder, path: Parameters, query: Query) -> Any:
     return rollouts.list_step(folder.run(path["run"]), path["step"])
 
@@ -94,6 +99,7 @@ ROUTES: dict[str, Answer] = {
     "/api/runs/{run}": _run,
     "/api/runs/{run}/series": _series,
     "/api/runs/{run}/lanes": _lanes,
+    "/api/runs/{run}/histograms": _histograms,
     "/api/runs/{run}/steps/{step:int}": _step,
     "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}": _rollout(RolloutKind.TRAIN),
     "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}/credit": _credit,

@@ -12,10 +12,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.config.files import read_toml
 from headrace.errors import BadInput
@@ -299,8 +301,18 @@ def status_of(run: ViewedRun) -> dict[str, Any]:
         "problem": problem,
         "doctor": diagnose(seen),
         "processes": [_process(status) for status in seen.statuses.values()],
-        "notices": [{"process": name, "text": text} for name, s in seen.statuses.items() for text in s.notices],
+        "notices": [notice for status in seen.statuses.values() for notice in _notices(run, status)],
     }
+
+
+def _notices(run: ViewedRun, status: ObservedStatus) -> Iterator[dict[str, Any]]:
+    """Yield the notices of a process, with the step whose last record came after each."""
+    for text, at in zip_longest(status.notices, status.notice_times):
+        step = None
+        if at is not None:
+            steps, times = run.metrics.points(["time"])["time"]
+            step = int(steps[min(int(np.searchsorted(times, at)), len(steps) - 1)]) if len(steps) else None
+        yield {"process": status.process, "text": text, "time": at, "step": step}
 
 
 def _process(status: ObservedStatus) -> dict[str, Any]:

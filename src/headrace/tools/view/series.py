@@ -33,7 +33,8 @@ class Column(msgspec.Struct):
     """One metric in the order of the file."""
 
     steps: array[int]
-    values: array[float]
+    values: array[float] | list[str]
+    """Texts if it is a histogram."""
 
 
 @lru_cache(maxsize=32)
@@ -97,7 +98,7 @@ class MetricsTable:
             self._columns, self._offset = {}, 0
         missing = [name for name in dict.fromkeys(names) if name not in self._columns]
         for name in missing:
-            self._columns[name] = Column(array("q"), array("d"))
+            self._columns[name] = Column(array("q"), [] if name.startswith(PREFIX) else array("d"))
         if self._offset:
             self._append(missing, 0, self._offset)
         self._offset = self._append(list(self._columns), self._offset, size)
@@ -117,7 +118,7 @@ class MetricsTable:
                 for record in decode_lines(decoder, whole + newline):
                     for field, column in fields:
                         value = getattr(record, field)
-                        if value is not None and not isinstance(value, str):
+                        if value is not None and isinstance(value, str) == isinstance(column.values, list):
                             column.steps.append(record.step)
                             column.values.append(value)
         return start - len(rest)
@@ -125,7 +126,8 @@ class MetricsTable:
 
 def in_order(name: str, column: Column) -> tuple[np.ndarray, np.ndarray]:
     """Return a column by step, without values that were replaced: a run that goes back repeats steps."""
-    steps, values = np.array(column.steps, np.int64), np.array(column.values, np.float64)
+    steps = np.array(column.steps, np.int64)
+    values = np.array(column.values, object if isinstance(column.values, list) else np.float64)
     if len(steps) == 0 or np.all(np.diff(steps) > 0):
         return steps, values
     if name.startswith(SPARSE):

@@ -93,7 +93,7 @@
         (u) => {
           u.ctx.save();
           u.ctx.fillStyle = variable("--warn");
-          for (const step of marks ?? []) {
+          for (const step of marks.current ?? []) {
             const x = u.valToPos(step, "x", true);
             if (x >= u.bbox.left && x <= u.bbox.left + u.bbox.width) u.ctx.fillRect(x - 1, u.bbox.top, 2, u.bbox.height);
           }
@@ -134,6 +134,8 @@
     showRef.current = showValues;
     const zoomRef = useRef();
     zoomRef.current = onZoom;
+    const marksRef = useRef();
+    marksRef.current = marks;
 
     useEffect(() => {
       const change = () => setTheme(dark.matches);
@@ -144,7 +146,7 @@
       if (!seen) return undefined;
       const width = place.current.clientWidth;
       const u = new uPlot(
-        options({ planned, width, height, log, range, marks, sync, xLabel, onZoom: (r) => zoomRef.current?.(r), onCursor: (i) => showRef.current(i) }),
+        options({ planned, width, height, log, range, marks: marksRef, sync, xLabel, onZoom: (r) => zoomRef.current?.(r), onCursor: (i) => showRef.current(i) }),
         planned.data,
         place.current,
       );
@@ -160,7 +162,7 @@
     useEffect(() => {
       range.current = zoom;
       if (plot.current) plot.current.u.setData(planned.data);
-    }, [planned, zoom?.[0], zoom?.[1]]);
+    }, [planned, zoom?.[0], zoom?.[1], marks]);
 
     const toggle = (i) => setHidden(hidden.includes(i) ? hidden.filter((h) => h !== i) : [...hidden, i]);
     return html`<figure class="chart">

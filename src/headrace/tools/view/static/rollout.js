@@ -13,12 +13,12 @@
     return html`<div class="tool-call"><b>calls ${text(name)}</b> <${HR.LongText} value=${typeof given === "string" ? given : JSON.stringify(given)} /></div>`;
   };
 
-  HR.Messages = ({ messages }) =>
+  HR.Messages = ({ messages, maths = false }) =>
     messages.map(
       (message, i) => html`<article key=${i} class=${`message ${ROLES.includes(message.role) ? message.role : ""}`}>
         <h4>${text(message.role)}${message.name && ` · ${text(message.name)}`}</h4>
         ${message.reasoning_content && html`<details><summary>reasoning</summary><${HR.LongText} value=${contentText(message.reasoning_content)} /></details>`}
-        <${HR.LongText} value=${contentText(message.content)} />
+        <${maths ? HR.MathText : HR.LongText} value=${contentText(message.content)} />
         ${(message.tool_calls ?? []).map((call, n) => html`<${ToolCall} key=${n} call=${call} />`)}</article>`,
     );
 
@@ -43,6 +43,7 @@
   HR.pages.rollout = ({ run, id, step, row, evaluation }) => {
     const base = evaluation ? `/api/runs/${id}/evaluation/${step}/rollouts/${row}` : `/api/runs/${id}/steps/${step}/rollouts/${row}`;
     const state = HR.useData(base);
+    const [maths, setMaths] = useState(false);
     const siblings = HR.useData(evaluation ? null : `/api/runs/${id}/steps/${step}`).data?.groups.find((g) => g.rows.includes(row))?.rows ?? [];
     const at = siblings.indexOf(row);
     const move = (by) => siblings[at + by] !== undefined && HR.go(HR.runLink(id, "step", step, "rollout", siblings[at + by]));
@@ -59,7 +60,8 @@
       ${rollout.error && html`<div class="error"><${HR.LongText} value=${rollout.error} /></div>`}
       ${rollout.notes.map((note, i) => html`<p key=${i} class="muted">${text(note)}</p>`)}
       <${Numbers} title="Rewards by part" numbers=${rollout.rewards} /><${Numbers} title="Metrics" numbers=${rollout.metrics} />
-      <h2>Conversation</h2><${HR.Messages} messages=${rollout.messages} />
+      <h2>Conversation</h2><div class="bar"><label><input type="checkbox" checked=${maths} onChange=${(e) => setMaths(e.target.checked)} /> rendered maths</label></div>
+      <${HR.Messages} messages=${rollout.messages} maths=${maths} />
       <h2>Tokens</h2><${TokenSection} key=${base} rollout=${rollout} />
       ${!evaluation && html`<h2>Credit</h2><${HR.Credit} id=${id} step=${step} row=${row} />`}`}<//>`;
   };

@@ -50,6 +50,14 @@
       <div class="charts wide">${lanes.map((lane) => html`<${HR.Chart} key=${lane.process} title=${lane.process} lines=${lane.lines} stack=${true} unit="s" height=${110} ...${shared} zoom=${zoom} />`)}</div>`;
   };
 
+  const Histograms = ({ id, version, zoom, marks }) => {
+    const query = zoom ? `?first=${Math.floor(zoom[0])}&last=${Math.ceil(zoom[1])}` : "";
+    const { data } = HR.useData(HR.has(`/api/runs/${id}/histograms`) ? `/api/runs/${id}/histograms${query}` : null, version);
+    return data?.histograms.length > 0 && html`<h2>Histograms</h2>
+      <p class="muted">Steps from left to right; the darker, the larger the share of a step's values.</p>
+      <div class="charts">${data.histograms.map((histogram) => html`<${HR.HeatMap} key=${histogram.name} marks=${marks} ...${histogram} />`)}</div>`;
+  };
+
   HR.pages.run = ({ run, id }) => {
     const [smoothing, setSmoothing] = useState(0);
     const [log, setLog] = useState(false);
@@ -75,6 +83,7 @@
       <${HR.Loaded} state=${state}>${() => html`<div class="charts">
         ${heldOut.length > 0 && html`<${HR.Chart} key="held-out" title="Held-out reward, 95% interval" lines=${heldOut} ...${shared} smoothing=${0} />`}
         ${charts.map((chart) => html`<${HR.Chart} key=${chart.title} title=${chart.title} unit=${chart.unit} lines=${chart.lines} ...${shared} log=${log !== Boolean(chart.log)} />`)}</div>
+        <${Histograms} id=${id} version=${version} zoom=${zoom} marks=${marks} />
         <${Lanes} id=${id} version=${version} zoom=${zoom} onZoom=${setZoom} sync=${`run ${id}`} />`}<//>
       <${Processes} processes=${run.processes} />`;
   };
