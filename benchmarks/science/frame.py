@@ -29,7 +29,18 @@ from rich.table import Table
 
 from headrace.observe.chart import comparison_chart
 
-T_975 = {2: 12.7062, 3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060, 10: 2.2622}
+T_975 = {
+    2: 12.7062,
+    3: 4.3027,
+    4: 3.1824,
+    5: 2.7764,
+    6: 2.5706,
+    7: 2.4469,
+    8: 2.3646,
+    9: 2.3060,
+    10: 2.2622,
+    32: 2.0395,
+}
 """The .975 quantile of Student's t with n - 1 degrees of freedom, by n."""
 SEEDS = (1, 2, 3, 4, 5)
 """The reported seeds. Settings are chosen with others."""
@@ -48,7 +59,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Return the mean of 2 to 10 values and its 95% interval."""
+        """Return the mean of 2 to 10, or 32, values and its 95% interval."""
         mean, half = fmean(values), T_975[len(values)] * stdev(values) / len(values) ** 0.5
         return cls(mean, mean - half, mean + half)
 
