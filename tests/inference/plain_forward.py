@@ -16,14 +16,19 @@ from headrace.rollout.version import Version
 
 def plain_logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Each token's logprob after those before it (so one fewer than tokens)."""
+    return _chosen(plain_logits(model, tokens), tokens[1:], temperature)
+
+
+def plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The logits after each token but the last."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
+            logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
     finally:
         model.set_attn_implementation(before)
-    return _chosen(logits, tokens[1:], temperature)
+    return logits
 
 
 def kept_logprobs(models: Mapping[Version, Any], request: Request) -> torch.Tensor:

@@ -15,6 +15,7 @@ from headrace.inference.backend import Backend
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.grammar import Grammars
 from headrace.inference.embedded.service import EngineService
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
@@ -92,7 +93,9 @@ def engine_of(model: Any, model_directory: Path, **options: Any) -> Engine:
     """The embedded engine as its process loads it, small."""
     given = {"max_model_len": 128, "max_running": 8, "eos_token_ids": [258], **options}
     tokenizer = Tokenizer(model_directory)
-    return Engine(model, decode=tokenizer.decode, special_tokens=tokenizer.control_tokens, **given)
+    grammars = Grammars(tokenizer.backend, model.get_input_embeddings().num_embeddings, given["eos_token_ids"])
+    texts = {"decode": tokenizer.decode, "special_tokens": tokenizer.control_tokens, "grammars": grammars}
+    return Engine(model, **texts, **given)
 
 
 async def backend_of(model: Any, model_directory: Path, max_waiting: int = 4096, **options: Any) -> EmbeddedBackend:

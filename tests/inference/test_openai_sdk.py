@@ -1,6 +1,7 @@
 """OpenAI's own Python client against the server, as it is."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,27 @@ async def test_the_client_without_an_event_loop(client: openai.AsyncOpenAI) -> N
 
     answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, seed=0)
     assert await asyncio.to_thread(talk) == answer.choices[0].message.content
+
+
+async def test_structured_chats_are_json_whole_and_streamed_and_name_their_logprobs(client: openai.AsyncOpenAI) -> None:
+    schema = {"type": "array", "items": {"enum": ["<think>", "b"]}, "minItems": 2, "maxItems": 2}
+    asked: Any = {
+        "model": "tiny",
+        "messages": HELLO,
+        "seed": 2,
+        "temperature": 1.5,
+        "logprobs": True,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": schema, "strict": True}},
+    }
+    whole = (await client.chat.completions.create(**asked)).choices[0]
+    assert whole.finish_reason == "stop" and len(json.loads(whole.message.content or "")) == 2
+    assert whole.model_extra is not None and whole.model_extra["logprobs_mode"] == "processed_logprobs"
+    chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    assert "".join(choice.delta.content or "" for choice in chunks) == whole.message.content
+    assert chunks[-1].model_extra is not None and chunks[-1].model_extra["logprobs_mode"] == "processed_logprobs"
+    chosen = await client.chat.completions.create(
+        model="tiny", messages=HELLO, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert chosen.choices[0].message.content in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        await client.chat.completions.create(**asked, tools=[ADD])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.inference.backend import EngineError, InvalidRequest, RequestCancelled
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import SamplingParams, StructuredOutputs
 from headrace.inference.vllm import wire
 from headrace.inference.vllm.control import Metrics, PreemptionCounter, read_metrics
 from headrace.rollout.version import Version
@@ -47,6 +47,14 @@ def test_a_request_omits_unset_fields() -> None:
         (SamplingParams(logprobs=0), {"logprobs": 0}),
         (SamplingParams(logprobs=3), {"logprobs": 4}),
         (SamplingParams(prompt_logprobs=2), {"prompt_logprobs": 2}),
+        (
+            SamplingParams(presence_penalty=0.5),
+            {"presence_penalty": 0.5, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        ),
+        (
+            SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b"])),
+            {"structured_outputs": {"choice": ["a", "b"]}},
+        ),
         (SamplingParams(seed=-1), {"seed": 2**63 - 1}),
         (SamplingParams(seed=2**63 + 5), {"seed": 5}),
     ],

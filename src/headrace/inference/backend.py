@@ -19,6 +19,8 @@ from headrace.rollout.version import Version
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 """Beyond these, scaled logits overflow or become uniform. 0 is greedy."""
+MAX_PENALTY = 2.0
+"""Of presence and frequency, as with OpenAI."""
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
 SHUTTING_DOWN = "the engine is shutting down"
@@ -85,6 +87,8 @@ class GenerationResult(msgspec.Struct):
     """Prompt tokens that were in the prefix cache."""
     latents: bytes | None = None
     """[tokens, hidden size] in float16, if the request thinks in latent space."""
+    logprobs_mode: str | None = None
+    """`PROCESSED` if penalties or structured outputs changed the distribution that the logprobs are of."""
 
 
 class EngineState(msgspec.Struct):
@@ -231,6 +235,11 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, vocab_size: 
         _refuse(params, "top_k", "must be positive, or -1 to disable it")
     if not 0 <= params.min_p <= 1:
         _refuse(params, "min_p", "must be in [0, 1]")
+    for key in ("presence_penalty", "frequency_penalty"):
+        if not -MAX_PENALTY <= getattr(params, key) <= MAX_PENALTY:
+            _refuse(params, key, f"must be between {-MAX_PENALTY:g} and {MAX_PENALTY:g}")
+    if not 0 < params.repetition_penalty < math.inf:
+        _refuse(params, "repetition_penalty", "must be a positive number")
     if params.max_tokens is not None and params.max_tokens < 1:
         _refuse(params, "max_tokens", "must be at least 1")
     if len(params.stop) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in params.stop):
@@ -244,6 +253,9 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, vocab_size: 
             _refuse(params, "latents", f"until must be a string of 1 to {MAX_STOP_CHARS} characters")
         if not (MIN_TEMPERATURE <= params.latents.tau <= MAX_TEMPERATURE and 0 < params.latents.noise < math.inf):
             _refuse(params, "latents", "tau and noise must be positive")
+        if params.logprobs_mode is not None:
+            fact = "not supported together with penalties or structured outputs, which change the distribution"
+            raise InvalidRequest(fact, key="latents")
     for key in ("logprobs", "prompt_logprobs"):
         if not 0 <= (getattr(params, key) or 0) <= MAX_LOGPROBS:
             _refuse(params, key, f"must be between 0 and {MAX_LOGPROBS}")

@@ -1,13 +1,14 @@
 """The HTTP schema of an engine, token ids in, token ids with logprobs and policy versions out; and its checked reading.
 
 `/inference/v1/generate` has vLLM's request and response format, so clients written for vLLM work. `logprobs` are
-log-softmax(logits / temperature) over the whole vocabulary, regardless of top_p, top_k and min_p.
+log-softmax(logits / temperature) over the whole vocabulary, regardless of top_p, top_k and min_p. Penalties and
+structured outputs change the logits before that, and with them the logprobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +26,8 @@ MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks; the same as vLLM's."""
 MAX_LOGPROBS = 20
 """Upper limit of `logprobs` and `prompt_logprobs`."""
+PROCESSED = "processed_logprobs"
+"""vLLM's name for logprobs after penalties and structured outputs, as `logprobs_mode` of a choice."""
 
 
 class LatentParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +42,19 @@ class LatentParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     """Soft: standard deviation of the noise, relative to the root mean square of the embeddings."""
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a completion must match, in vLLM's form: exactly one of the fields is set."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """In the notation of Lark or GBNF."""
+
+
 class SamplingParams(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
@@ -46,6 +62,13 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """0 and -1 disable it."""
     min_p: float = 0.0
     """Minimum probability relative to the most likely token."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were sampled before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it was sampled before."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of the prompt and the completion, and multiplies negative ones."""
+    structured_outputs: StructuredOutputs | None = None
     max_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: list[int] = []
@@ -63,6 +86,15 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     def truncates(self) -> bool:
         """Whether tokens are removed from the distribution before sampling."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def logprobs_mode(self) -> str | None:
+        """`PROCESSED` if logprobs are not those of the model itself; else None."""
+        return PROCESSED if self.penalizes or self.structured_outputs is not None else None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -124,6 +156,8 @@ class GenerateChoice(msgspec.Struct):
     """Logprobs in the distribution that top_p, top_k and min_p leave, if they remove anything."""
     flat_logprobs: list[float] | None = None
     """One per token."""
+    logprobs_mode: str | None = None
+    """`PROCESSED` if penalties or structured outputs changed the distribution that the logprobs are of."""
     latents: bytes | None = None
     """[tokens, hidden size], little-endian float16; in JSON as base64. Rows of zeros are plain tokens."""
 

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from headrace.environments.agents.chat_completions import ChatRequest, ignored_settings
 from headrace.environments.agents.episode import Episode
 from headrace.environments.agents.proxy import Proxy
 from headrace.environments.base import Reply
@@ -160,6 +162,17 @@ async def test_what_cannot_be_done_is_refused_with_its_name(proxy: Proxy, asked:
         with pytest.raises(openai.BadRequestError, match=words):
             await chat.create(**{"model": "policy", "messages": HELLO, **asked})
         assert episode.turns == []
+
+
+async def test_what_would_change_the_distribution_is_ignored_and_named() -> None:
+    neutral = {"presence_penalty": 0, "repetition_penalty": 1, "response_format": {"type": "text"}}
+    changed = {
+        "frequency_penalty": 0.5,
+        "structured_outputs": {"regex": "a"},
+        "response_format": {"type": "json_object"},
+    }
+    assert ignored_settings(msgspec.convert({"messages": [], **neutral}, ChatRequest)) == []
+    assert {*ignored_settings(msgspec.convert({"messages": [], **changed}, ChatRequest))} == {*changed}
 
 
 async def test_other_interfaces_are_refused_with_a_word_of_what_to_do(proxy: Proxy):

@@ -1,8 +1,9 @@
 """Bodies of `/v1/chat/completions`: requests of agents, and the policy's replies, whole or as a stream.
 
 The run decides how its policy is sampled, since training depends on it: such settings of a request are ignored, with
-one warning each. So are a required response format and forced tool calls. Settings whose absence would change what the
-agent gets are refused. A stream is sent once the reply is complete.
+one warning each. So are forced tool calls and structured outputs: tokens of a masked distribution would not be those of
+the policy that the trainer computes. Settings whose absence would change what the agent gets are refused. A stream is
+sent once the reply is complete.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from headrace.environments.base import Reply
 from headrace.inference.backend import InvalidRequest
@@ -26,7 +29,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "seed": (None,),
     "tool_choice": (None, "auto", "none"),
 }
-"""Settings that are ignored, besides those that no server of ours supports, and their neutral values."""
+"""Settings that are ignored, besides those that are `Unsupported` here, and their neutral values."""
 REFUSED = {
     "logprobs": "the policy's logprobs are used by the run only",
     "top_logprobs": "the policy's logprobs are used by the run only",
@@ -42,6 +45,15 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Unsupported = True
+    presence_penalty: Unsupported = 0
+    frequency_penalty: Unsupported = 0
+    repetition_penalty: Unsupported = 1
+    structured_outputs: Unsupported = None
+    response_format: Unsupported = msgspec.field(default_factory=lambda: {"type": "text"})
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: list[Any] | None = None

@@ -28,6 +28,7 @@ from headrace.inference.backend import (
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded import messages as m
 from headrace.inference.schema import SamplingParams
+from headrace.inference.structured import grammar_of
 from headrace.rollout.version import Version
 
 ENGINE_PROGRAM = "headrace.inference.embedded.process"
@@ -140,6 +141,8 @@ class EmbeddedBackend(asyncio.Protocol):
         """Submit a request; `session` has no effect with a single engine."""
         self._refuse_if_stopped()
         check_request(token_ids, params, self.vocab_size, self.max_model_len)
+        if params.structured_outputs is not None:
+            grammar_of(params.structured_outputs)  # raises before a stream begins
         if adapter is not None and adapter not in self._state.adapters:
             raise ModelNotFound(f"adapter {adapter!r} is not loaded")
         limit = self._state.capacity + self._max_waiting

@@ -35,6 +35,7 @@ from headrace.inference.backend import (
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.cuda import make_cuda_runner
+from headrace.inference.embedded.grammar import Grammars
 from headrace.inference.embedded.request import Request, Weights
 from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Scheduler
@@ -74,14 +75,15 @@ class Engine:
         base: Path | None = None,
         decode: Decode | None = None,
         special_tokens: Collection[int] = (),
+        grammars: Grammars | None = None,
         compile: bool = True,
         graphs: bool = True,
     ) -> None:
         """`base` is the directory that the model was loaded from: published adapters are merged with its files.
 
         Without `kv_blocks` the KV cache fits `max_running` requests of `max_model_len`. Stop strings are searched in
-        the text that `decode` returns, without `special_tokens`. `compile` fuses or compiles layers; `graphs` captures
-        decode steps as CUDA graphs.
+        the text that `decode` returns, without `special_tokens`. `grammars` compiles structured outputs. `compile`
+        fuses or compiles layers; `graphs` captures decode steps as CUDA graphs.
         """
         model.eval()
         self.model = model
@@ -127,6 +129,7 @@ class Engine:
         self._cancelled: deque[Request] = deque()
         self._random = random.Random(seed)
         self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
+        self._grammars = grammars
         self._in_flight: LaunchedStep | None = None
         """The last step, if its output was not read yet."""
         self._failed_batches = 0
@@ -162,17 +165,25 @@ class Engine:
                 raise InvalidRequest(fact, key="latents", fix="Serve the other model, or leave them out.")
             if self._stop_strings is None:
                 raise InvalidRequest("this engine has no tokenizer to find the end of thoughts with", key="latents")
+        matcher = None
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise InvalidRequest("this engine has no tokenizer to match a grammar with", key="structured_outputs")
+            matcher = self._grammars.matcher(params.structured_outputs)
         max_new_tokens = self.max_model_len - len(token_ids)
+        if params.max_tokens is not None:
+            max_new_tokens = min(max_new_tokens, params.max_tokens)
         request = Request(
             token_ids,
             params,
-            max_new_tokens=max_new_tokens if params.max_tokens is None else min(max_new_tokens, params.max_tokens),
+            max_new_tokens=max_new_tokens,
             eos_token_ids=self.eos_token_ids,
             shared_random=self._random,
             cache_salt=cache_salt,
             stop_strings=self._stop_strings,
             adapter=None if adapter is None else self.adapters.get(adapter),
             hidden_size=self.model.get_input_embeddings().embedding_dim if params.latents else 0,
+            matcher=matcher,
         )
         (self.scheduler.urgent if urgent else self.scheduler.waiting).append(request)
         return request

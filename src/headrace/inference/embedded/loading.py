@@ -21,6 +21,7 @@ from headrace.inference.backend import resolve_max_model_len
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.grammar import Grammars
 from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
@@ -139,6 +140,7 @@ def load_engine(
     refuse_unsupported(model, longest)
     running = config.running_at_once(on_gpu=model.device.type == "cuda")
     memory = cache_memory(model, config.kv_cache_gb, shared)
+    eos = eos_token_ids(model, tokenizer.eos_token_id)
     engine = Engine(
         model,
         max_model_len=longest,
@@ -147,11 +149,12 @@ def load_engine(
         max_step_tokens=config.max_step_tokens,
         prefix_cache=config.prefix_cache,
         kv_on_update=config.kv_on_update,
-        eos_token_ids=eos_token_ids(model, tokenizer.eos_token_id),
+        eos_token_ids=eos,
         seed=config.seed,
         base=directory,
         decode=tokenizer.decode,
         special_tokens=tokenizer.control_tokens,
+        grammars=Grammars(tokenizer.backend, model.get_input_embeddings().num_embeddings, eos),
         compile=config.compile,
     )
     check_engine(engine)

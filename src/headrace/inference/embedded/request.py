@@ -11,6 +11,8 @@ import numpy as np
 
 from headrace.inference.backend import EngineError, GenerationResult, TokenChunk, TopLogprobs
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash, root_hash
+from headrace.inference.embedded.grammar import Matcher
+from headrace.inference.embedded.logits_processing import TokenCounts
 from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
@@ -56,14 +58,25 @@ class Request:
         stop_strings: StopStrings | None = None,
         adapter: LoadedAdapter | None = None,
         hidden_size: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         self.tokens = list(token_ids)
         self.prompt_length = len(token_ids)
         self.params = params
         self.max_length = len(token_ids) + max_new_tokens
         self.adapter = adapter
+        self.matcher = matcher
+        """The state in the grammar that its tokens match."""
+        self._is_complete = False
+        """Whether nothing can follow in that grammar."""
+        self.counts = TokenCounts(token_ids, max_new_tokens) if params.penalizes else None
+        self.processes_logits = params.logprobs_mode is not None
         self.is_plain = adapter is None and not (
-            params.truncates or params.logprobs or params.prompt_logprobs is not None or params.latents
+            self.processes_logits
+            or params.truncates
+            or params.logprobs
+            or params.prompt_logprobs is not None
+            or params.latents
         )
         """Whether its tokens can be sampled without reading logits outside of the step."""
         self.stop_ids = frozenset(params.stop_token_ids)
@@ -228,8 +241,12 @@ class Request:
             assert self._stop_strings is not None
             known = tokens if place + 1 == len(tokens) else tokens[: place + 1]
             self._stopped_by = self._stop_strings.find_completed(self.params.stop, known, self.prompt_length)
-        if self._stopped_by is None and token not in self.stop_ids and place + 1 < self.max_length:
-            return False
+        if self.counts is not None:
+            self.counts.add(token)
+        if self._stopped_by is None and token not in self.stop_ids:
+            self._is_complete = self.matcher is not None and self.matcher.accept(token)
+            if not self._is_complete and place + 1 < self.max_length:
+                return False
         del tokens[place + 1 :]
         return True
 
@@ -258,7 +275,8 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        return "stop" if self._stopped_by is not None or self.tokens[-1] in self.stop_ids else "length"
+        is_stopped = self._stopped_by is not None or self._is_complete or self.tokens[-1] in self.stop_ids
+        return "stop" if is_stopped else "length"
 
     def fail(self, error: EngineError) -> None:
         self.is_done = True
@@ -283,5 +301,6 @@ class Request:
                 prompt_top_logprobs=self.prompt_top_logprobs,
                 cached_tokens=self.cached_tokens,
                 latents=None if self.latents is None else b"".join(row.tobytes() for row in self.latents),
+                logprobs_mode=self.params.logprobs_mode,
             )
         )

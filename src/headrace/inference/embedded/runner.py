@@ -18,8 +18,10 @@ from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.batch import make_batch
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
 from headrace.inference.embedded.cpu.layers import fuse_layers
+from headrace.inference.embedded.grammar import start_masks
 from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
 from headrace.inference.embedded.kv_window import KVWindow
+from headrace.inference.embedded.logits_processing import process_logits
 from headrace.inference.embedded.request import Latent, Request
 from headrace.inference.embedded.sampling import sample, scaled_logprobs, top_tokens
 from headrace.inference.embedded.scheduler import Chunk, StepPlan
@@ -127,6 +129,7 @@ class PlainRunner:
 
     def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> FinishedStep:
         chunks = plan.chunks
+        masks = start_masks([*(chunk.request for chunk in chunks), *(second for _, second in plan.duplicates)])
         seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self._device.type == "cpu"
         single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
         batch = make_batch(
@@ -153,6 +156,7 @@ class PlainRunner:
         requests, logits = finish_prefill(plan, scored, last, logits, self.cache.copy_blocks)
         if not requests:
             return FinishedStep(NO_OUTPUT)
+        logits = process_logits(logits, requests, masks)
         uniforms = [request.uniform() for request in requests]
         sampled = sample(logits, [request.params for request in requests], uniforms)
         # Token ids and float32 values are exact in float64: one copy to the host transfers them all.

@@ -2,7 +2,8 @@
 
 The model's renderer converts messages to tokens and tokens to a message. A stream sends text as it is sampled and
 reasoning as `reasoning_content`, both stripped; with tools, content and calls are sent at the end, since the beginning
-of a call may look like text. Left out: forced tool calls, request templates, structured outputs; they are rejected.
+of a call may look like text. A structured reply is its whole text, without reasoning or calls. Left out: forced tool
+calls, request templates; they are rejected.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class Chat:
             raise InvalidRequest(fact, key="chat_template_kwargs")
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("must be auto or none: forced calls are not supported", key="tool_choice")
+        if _tools(body) and body.structured_outputs is not None:
+            fact = "not supported together with structured outputs, in which a reply cannot call them"
+            raise InvalidRequest(fact, key="tools", fix="Leave out one of them, or set tool_choice to none.")
         if _tools(body) and not self._shows_tools:
             raise InvalidRequest(f"the chat template of this model {TOOLS_NOT_SHOWN}", key="tools")
 
@@ -109,7 +113,7 @@ class Chat:
         choices = []
         for index, result in enumerate(results):
             message, reason = self.message(body, prompt, result)
-            ending = {"finish_reason": reason, "stop_reason": result.stop_reason, **self.token_details(body, result)}
+            ending = {**self.ending(body, result, reason), **self.token_details(body, result)}
             choices.append({"index": index, "message": {"role": "assistant", **message}, **ending})
         head = envelope("chatcmpl", "chat.completion", body.model or self.model_name)
         if body.return_token_ids:
@@ -133,6 +137,8 @@ class Chat:
 
         In a later conversation that text would become special tokens again.
         """
+        if body.structured_outputs is not None:
+            return ParsedResponse(self._control.sub("", self.tokenizer.decode(token_ids, skip_special_tokens=True)))
         try:
             parsed = self.renderer.parse_response(token_ids, tools=_tools(body), prompt_ids=prompt)
         except Exception as error:  # a model may write anything: treat it as text
@@ -152,6 +158,11 @@ class Chat:
             first[0]["prompt_token_ids"] = prompt
         usage = functools.partial(usage_of, len(prompt), choices=count) if body.counts_usage else None
         return stream_events(head, updates, [choice.advance for choice in choices], first, usage)
+
+    def ending(self, body: ChatRequest, result: GenerationResult, reason: str) -> dict[str, Any]:
+        """Return the fields of a choice that its end decides."""
+        mode = {"logprobs_mode": result.logprobs_mode} if body.logprobs and result.logprobs_mode is not None else {}
+        return {"finish_reason": reason, "stop_reason": result.stop_reason, **mode}
 
     def token_details(self, body: ChatRequest, tokens: Update) -> dict[str, Any]:
         """Return the logprobs and token ids of a choice, as far as requested."""
@@ -181,7 +192,7 @@ class _StreamedChoice:
             reasoning = self._reasoning.rest(message.get("reasoning_content", "").strip())
             content = self._content.rest(message["content"])
             yield from self._send({"reasoning_content": reasoning, "content": content, "tool_calls": calls})
-            yield self.event({}, finish_reason=reason, stop_reason=update.stop_reason)
+            yield self.event({}, **self._chat.ending(self._body, update, reason))
         elif self._progress.add(update):
             parsed = self._chat.parse(self._body, self._prompt, self._progress.token_ids)
             reasoning = self._reasoning.more((parsed.reasoning_content or "").lstrip())

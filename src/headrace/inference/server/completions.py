@@ -149,6 +149,8 @@ class _Choice:
         stops = self._body.stops if isinstance(result.stop_reason, str) else []
         text = self._text.rest(cut(self._completions.text_of(result.token_ids), stops))
         chunk = self._chunk(text, result) | {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        if self._body.logprobs is not None and result.logprobs_mode is not None:
+            chunk["logprobs_mode"] = result.logprobs_mode
         if self._body.prompt_logprobs is not None:
             chunk["prompt_logprobs"] = prompt_tables(self._prompt, result, self._completions.token_text)
         return chunk

@@ -103,6 +103,7 @@ def _final_choice(
         flat_logprobs=_flat_logprobs(tokens) if body.flat_logprobs else None,
         weight_versions=[WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans],
         stop_reason=result.stop_reason,
+        logprobs_mode=None if body.sampling_params.logprobs is None else result.logprobs_mode,
         truncated_logprobs=None if body.sampling_params.logprobs is None else result.truncated_logprobs,
         latents=result.latents,
     )

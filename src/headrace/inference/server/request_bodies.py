@@ -1,7 +1,6 @@
 """Request bodies: sampling parameters that all sampling routes share, tokenization and adapters.
 
-Left out: penalties, logit biases and structured outputs. They are rejected, like every field that would change the
-reply, instead of ignored.
+Left out: logit biases. They are rejected, like every field that would change the reply, instead of ignored.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import functools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from headrace.inference.backend import GenerationResult, InvalidRequest
-from headrace.inference.schema import LatentParams, PromptTokensDetails, SamplingParams, Usage
+from headrace.inference.schema import LatentParams, PromptTokensDetails, SamplingParams, StructuredOutputs, Usage
 
 MAX_CHOICES = 128
 """Upper limit of `n`."""
@@ -35,12 +34,13 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    structured_outputs: StructuredOutputs | None = None
     latents: LatentParams | None = None
     """Not a field of vLLM's or OpenAI's: think in latent space. Only `/inference/v1/generate` returns the latents."""
     spaces_between_special_tokens: Any = None
-    presence_penalty: Unsupported = 0
-    frequency_penalty: Unsupported = 0
-    repetition_penalty: Unsupported = 1
     logit_bias: Unsupported = {}
     min_tokens: Unsupported = 0
     bad_words: Unsupported = []
@@ -48,7 +48,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: Unsupported = False
     skip_special_tokens: Unsupported = True
     truncate_prompt_tokens: Unsupported = None
-    structured_outputs: Unsupported = None
     logits_processors: Unsupported = []
     detokenize: Unsupported = True
 
@@ -68,6 +67,25 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Any = None
     continuous_usage_stats: Unsupported = False
+
+
+class JsonSchema(msgspec.Struct):
+    """OpenAI's form. The schema is enforced whether it is `strict` or not."""
+
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        if self.type != "json_schema":
+            return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+        if self.json_schema is None or self.json_schema.schema is None:
+            raise InvalidRequest("missing", key="response_format.json_schema.schema")
+        return StructuredOutputs(json=self.json_schema.schema)
 
 
 class OpenAIRequest(SamplingRequest, kw_only=True):
@@ -94,11 +112,12 @@ class OpenAIRequest(SamplingRequest, kw_only=True):
     priority: Any = None
     request_id: Any = None
 
-    response_format: Unsupported = msgspec.field(default_factory=lambda: {"type": "text"})
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    """This and the next ones: older names of vLLM's for the fields of `structured_outputs`."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     use_beam_search: Unsupported = False
     length_penalty: Unsupported = 1
 
@@ -112,8 +131,26 @@ class OpenAIRequest(SamplingRequest, kw_only=True):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def use_structured_outputs(self) -> None:
+        """Set `structured_outputs` from whichever field has what the reply must match."""
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        fields: dict[str, StructuredOutputs | None] = {
+            "structured_outputs": self.structured_outputs,
+            "response_format": None if self.response_format is None else self.response_format.structured_outputs,
+            **{
+                f"guided_{name}": StructuredOutputs(**{name: value})
+                for name, value in guided.items()
+                if value is not None
+            },
+        }
+        set_fields = {name: value for name, value in fields.items() if value is not None}
+        if len(set_fields) > 1:
+            raise InvalidRequest(f"{', '.join(set_fields)}: only one of them can be set")
+        self.structured_outputs = next(iter(set_fields.values()), None)
+
     def sampling(self, **params: Any) -> list[SamplingParams]:
         """Return the engine's parameters of each of the `n` choices, with consecutive seeds."""
+        self.use_structured_outputs()
         if self.stream_options is not None:
             refuse_unsupported(self.stream_options)
         if not 1 <= self.choices <= MAX_CHOICES:

@@ -147,6 +147,7 @@ class VllmGeneration:
             top_logprobs=tops if self.params.logprobs else None,
             prompt_top_logprobs=prompt_tops,
             cached_tokens=response.cached_tokens,
+            logprobs_mode=self.params.logprobs_mode,
         )
 
     def _stop_reason(self, reason: str, choice: wire.Choice, tokens: list[int]) -> int | str | None:

@@ -130,7 +130,7 @@ def request_body(
 ) -> bytes:
     """Encode a request. `logprobs`: whether logprobs may be requested."""
     stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else sorted(eos_token_ids))]
-    sampling = {
+    sampling: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": max(params.top_k, 0),
@@ -146,6 +146,11 @@ def request_body(
         "logprobs": params.logprobs + 1 if params.logprobs else 0 if logprobs else None,
         "prompt_logprobs": params.prompt_logprobs,
     }
+    if params.penalizes:
+        names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        sampling |= {name: getattr(params, name) for name in names}
+    if params.structured_outputs is not None:
+        sampling["structured_outputs"] = params.structured_outputs
     if not stream:
         sampling["output_kind"] = FINAL_ONLY
     body = {

@@ -4,9 +4,10 @@ A step is one copy to the device, one graph and one copy back. The graph reads t
 device, so that a step can be launched before the output of the last one is read.
 
 Long prefills, prompt logprobs and adapters have a second forward, which comes after the graph, when all shared keys and
-values are stored. Requests that truncate the distribution or want top logprobs are sampled from the same logits by
-torch; those with an adapter, whose hooks change layers, are computed without graph and compiled layers. Requests that
-think in latent space are computed without graph, too: their input embeddings are not those of their tokens.
+values are stored. Requests that truncate or change the distribution or want top logprobs are sampled from the same
+logits by torch; masks of grammars are computed meanwhile. Requests with an adapter, whose hooks change layers, are
+computed without graph and compiled layers; those that think in latent space without graph, since their input embeddings
+are not those of their tokens.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from headrace.inference.embedded.cuda.kv_storage import KVStorage
 from headrace.inference.embedded.cuda.rows import MAX_PREFILLS, PrefillRow, StepRows
 from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, sample_tokens
 from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, StepShape, can_flash, join_chunks
+from headrace.inference.embedded.grammar import Masks, start_masks
+from headrace.inference.embedded.logits_processing import process_logits
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.runner import (
     PADDED_PREFILL_TOKENS,
@@ -144,7 +147,8 @@ class CudaRunner:
         if times is not None:
             times.ended.record()
         is_plain = not others and all(request.is_plain for part in parts for request in part.requests)
-        return CudaStep(parts, host, times, allows_next=is_plain)
+        masks = None if is_plain else start_masks(plan.requests)  # while the GPU computes
+        return CudaStep(parts, host, times, allows_next=is_plain, masks=masks)
 
     def _split(self, plan: StepPlan) -> tuple[list[Request], list[PrefillRow], list[Chunk]]:
         """Return decodes and prefills that are computed together, and chunks that need a forward of their own.
@@ -313,23 +317,23 @@ class SampledPart(NamedTuple):
     """Column of the first row's token and logprob among the sampled ones."""
     model: Any
 
-    def output(self, sampled: Tensor) -> StepOutput:
-        """Return the tokens in `sampled`; torch samples for requests that truncate."""
+    def output(self, sampled: Tensor, masks: Masks | None) -> StepOutput:
+        """Return the tokens in `sampled`; torch samples for requests that truncate or change the distribution."""
         requests = self.requests
         columns = sampled.numpy()[:, [self.begin + row for row in self.rows]]
         tokens, logprobs = columns[0].astype(np.int64).tolist(), columns[1].tolist()
         if all(request.is_plain for request in requests):
             return StepOutput(requests, tokens, logprobs, None, {})
-        logits = self.logits[list(self.rows)]
+        logits = process_logits(self.logits[list(self.rows)], requests, masks)
         log_masses = None
-        truncating = [row for row, request in enumerate(requests) if request.truncated_logprobs is not None]
-        if truncating:
-            own = [requests[row] for row in truncating]
-            drawn = sample(logits[truncating], [each.params for each in own], [each.uniform() for each in own])
+        drawing = [row for row, each in enumerate(requests) if each.params.truncates or each.processes_logits]
+        if drawing:
+            own = [requests[row] for row in drawing]
+            drawn = sample(logits[drawing], [each.params for each in own], [each.uniform() for each in own])
             log_masses = [0.0] * len(requests)
             drawn_columns = torch.stack([column.double() for column in drawn if column is not None], 1)
-            for row, (token, logprob, log_mass) in zip(truncating, drawn_columns.tolist(), strict=True):
-                tokens[row], logprobs[row], log_masses[row] = int(token), logprob, log_mass
+            for row, (token, logprob, *log_mass) in zip(drawing, drawn_columns.tolist(), strict=True):
+                tokens[row], logprobs[row], log_masses[row] = int(token), logprob, sum(log_mass)
         latents = next_latents(self.model, requests, logits)
         return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits), latents)
 
@@ -353,6 +357,7 @@ class CudaStep(NamedTuple):
     """Gets the sampled tokens and logprobs."""
     times: StepTimes | None
     allows_next: bool
+    masks: Masks | None
 
     @property
     def sampling(self) -> Sequence[Request]:
@@ -361,7 +366,7 @@ class CudaStep(NamedTuple):
     def output(self) -> StepOutput:
         if self.times is not None:
             self.times.ended.synchronize()
-        outputs = [part.output(self.host) for part in self.parts]
+        outputs = [part.output(self.host, self.masks) for part in self.parts]
         if len(outputs) == 1:
             return outputs[0]
         log_masses = None

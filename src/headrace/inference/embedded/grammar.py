@@ -1,0 +1,97 @@
+"""Grammars that sampled tokens must match, and masks of the tokens that they allow next.
+
+`llguidance` computes masks in threads of its own, without the interpreter's lock, while the model computes the step's
+logits: both follow from the token before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from headrace.inference.backend import EngineError, InvalidRequest
+from headrace.inference.schema import StructuredOutputs
+from headrace.inference.structured import MAX_CACHED, grammar_of
+
+if TYPE_CHECKING:
+    from headrace.inference.embedded.request import Request
+
+
+class Matcher:
+    """The state of one completion in its grammar."""
+
+    def __init__(self, compiled: Any, vocab_size: int) -> None:
+        self.compiled = compiled
+        self.mask_words = -(-vocab_size // 32)
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token that the mask allows, and return whether nothing can follow it."""
+        if not self.compiled.consume_token(token):
+            raise EngineError(f"token {token} does not match the grammar: {self.compiled.get_error()}")
+        return bool(self.compiled.is_stopped())
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer. The first one takes up to seconds, since it reads the whole vocabulary."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._compile = functools.lru_cache(MAX_CACHED)(self._compile_new)
+
+    def matcher(self, outputs: StructuredOutputs) -> Matcher:
+        """Return the state before the first token. Raises `InvalidRequest`."""
+        return Matcher(self._compile(grammar_of(outputs)).deep_copy(), self._vocab_size)
+
+    def _compile_new(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        compiled = LLMatcher(self._vocabulary, grammar)
+        if compiled.is_error():
+            raise InvalidRequest(compiled.get_error(), key="structured_outputs")
+        return compiled
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        plain = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return LLTokenizer(plain.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+
+
+class Masks(NamedTuple):
+    """Masks that are being computed."""
+
+    requests: Sequence[Request]
+    bits: np.ndarray
+    """[request, vocabulary / 32] int32, valid once `done`; the lowest bit is the first token's."""
+    done: Future[None]
+
+
+def start_masks(requests: Iterable[Request]) -> Masks | None:
+    """Start to compute the masks of the requests that have a grammar; None if there are none."""
+    matchers = {request: request.matcher for request in requests if request.matcher is not None}
+    if not matchers:
+        return None
+    bits = np.empty((len(matchers), next(iter(matchers.values())).mask_words), np.int32)
+    compiled = [(matcher.compiled, row) for row, matcher in enumerate(matchers.values())]
+    pool, executor = _threads()
+    compute = executor.unsafe_compute_mask_ptr
+    done = pool.submit(compute, compiled, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+    return Masks([*matchers], bits, done)
+
+
+@functools.cache
+def _threads() -> tuple[ThreadPoolExecutor, Any]:
+    """Return a thread that waits for masks, and the threads that compute them."""
+    from llguidance import LLExecutor
+
+    return ThreadPoolExecutor(1, thread_name_prefix="masks"), LLExecutor()
