@@ -79,6 +79,7 @@ COMMANDS = {
     "replay": Command("replay", "train a step of a run again, and compare it with what was recorded.", "dotted"),
     "tokens": Command("runs", "show the tokens of a training step with their effect on its gradient."),
     "init-model": Command("models", "write a new model with random weights."),
+    "completion": Command("completion", "write a script that completes commands, options and keys in a shell."),
     "env": Command("env", "report versions and the machine, for bug reports; no secrets."),
 }
 
@@ -128,6 +129,18 @@ def output_has_no_reader() -> bool:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise unknown_command(argv[0])
+    parser, commands = make_parser()
+    chosen = next((word for word in argv if word in COMMANDS), None)
+    if chosen is None:
+        return parser.parse_args(argv)
+    _function("configure", chosen)(commands[chosen])
+    kind = COMMANDS[chosen].overrides
+    own, overrides = separate_overrides(argv, dotted=kind == "dotted") if kind else (list(argv), [])
+    return parser.parse_args(own, argparse.Namespace(overrides=overrides))
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of the commands, which have no arguments yet."""
     parser = argparse.ArgumentParser(
         prog="headrace",
         description="Asynchronous reinforcement learning and distillation for language models.",
@@ -137,13 +150,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
-    chosen = next((word for word in argv if word in COMMANDS), None)
-    if chosen is None:
-        return parser.parse_args(argv)
-    _function("configure", chosen)(commands.choices[chosen])
-    kind = COMMANDS[chosen].overrides
-    own, overrides = separate_overrides(argv, dotted=kind == "dotted") if kind else (list(argv), [])
-    return parser.parse_args(own, argparse.Namespace(overrides=overrides))
+    return parser, dict(commands.choices)
+
+
+def configured(command: str) -> argparse.ArgumentParser:
+    """Return the parser of one command, with its arguments."""
+    parser = make_parser()[1][command]
+    _function("configure", command)(parser)
+    return parser
 
 
 class ShowVersions(argparse.Action):
