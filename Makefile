@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view wheel lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view test-wheel wheel lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root) and Ray"
 	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
 	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root)"
+	@echo "make test-wheel  the built wheel in an environment of its own: demo, a new environment, uninstall"
 	@echo "make wheel      build the wheel and the source distribution in dist/"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
@@ -40,7 +41,7 @@ test: lint
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
 test-full: $(DEV)
-	$(BIN)/python -m pytest -m "not faults and not cluster and not view" --session-timeout=14400 $(ARGS)
+	$(BIN)/python -m pytest -m "not faults and not cluster and not view and not wheel" --session-timeout=14400 $(ARGS)
 
 # Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,
 # --resumes and --kills.
@@ -63,6 +64,9 @@ test-cluster test-cluster-full: $(DEV) .venv-ray/.installed
 test-view: $(DEV) .venv-view/.installed
 	@sh scripts/install_chromium.sh
 	OMP_NUM_THREADS=1 .venv-view/bin/python -m pytest -m view tests/view -rs --session-timeout=600 $(ARGS)
+
+test-wheel: $(DEV)
+	$(BIN)/python -m pytest -m wheel tests/wheel --session-timeout=1500 $(ARGS)
 
 # The vLLM that is installed here is one for CPUs, also where there are GPUs. In one process: each worker would start its
 # own vLLM servers, with their memory and threads.

@@ -1,0 +1,76 @@
+"""Files for people who join: what they name exists, and what they say agrees with pyproject.toml."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace import __version__
+from headrace.runfile.reading import validate
+from headrace.runfile.run import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_ci_runs_the_commands_of_the_makefile_on_every_supported_python_and_two_architectures() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    linux = jobs["linux"]
+    commands = [step["run"] for step in linux["steps"] if "run" in step]
+    assert commands[:2] == ["make demo", "make test"]
+    subprocess.run(["make", "--dry-run", *(line.split()[1] for line in commands)], cwd=ROOT, check=True)
+    versions = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)}
+    assert set(linux["strategy"]["matrix"]["python"]) == versions
+    assert len(linux["strategy"]["matrix"]["os"]) == 2
+
+
+def test_the_hooks_run_tools_of_the_lock() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    lock = (ROOT / "requirements-dev.lock").read_text()
+    for hook in repository["hooks"]:
+        assert f"\n{Path(hook['entry'].split()[0]).name}==" in lock
+
+
+def test_the_citation_names_the_licence_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["license"] == PROJECT["license"]
+    assert "version" not in citation  # it is in one place
+
+
+def test_the_run_file_for_newcomers_loads() -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "AGENTS.md").read_text(), re.DOTALL | re.MULTILINE)
+    config, notices = validate(RunConfig, tomllib.loads(text), "AGENTS.md")
+    assert config.orchestrator.group_size == 8
+    assert not notices
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with what the release script reads before it builds."""
+    for name in ("scripts/release.sh", "src/headrace/__init__.py", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("problem", ["version", "changelog", "changes", "tag"])
+def test_a_release_is_refused_before_anything_is_built(checkout: Path, problem: str) -> None:
+    version = "9.9.9" if problem == "version" else __version__
+    if problem == "changelog":
+        (checkout / "CHANGELOG.md").write_text("# Changelog\n")
+    elif problem == "changes":
+        (checkout / "new_file").touch()
+    elif problem == "tag":
+        subprocess.run(["git", "tag", f"v{__version__}"], cwd=checkout, check=True)
+    done = subprocess.run(["bash", "scripts/release.sh", version], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 2
+    named = {"version": "9.9.9", "changelog": "CHANGELOG.md", "changes": "not committed", "tag": f"v{__version__}"}
+    assert named[problem] in done.stderr
+    assert not (checkout / "dist").exists()
