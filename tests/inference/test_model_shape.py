@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from headrace.inference.model_shape import read_shape
 from headrace.trainer.lora import add_lora
 from tests.inference.shapes import QWEN_4B, QWEN_32B
-from tests.models.families import make_model
+from tests.models.families import make_model, write_model
 
 
 def test_parameters_are_counted_from_the_headers_and_tied_ones_once(model_directory: Path) -> None:
@@ -47,14 +47,25 @@ def test_a_model_with_other_keys_has_no_shape(model_directory: Path, tmp_path: P
     assert read_shape(tmp_path) is None
 
 
-def test_an_adapter_has_the_parameters_that_the_trainer_adds(model_directory: Path) -> None:
-    for targets in ("all-linear", ["q_proj", "down_proj"]):
-        model = AutoModelForCausalLM.from_pretrained(model_directory)
-        add_lora(model, r=4, alpha=8, target_modules=targets)
-        shape = read_shape(model_directory)
-        assert shape is not None
-        added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert shape.adapter_parameters(4, targets) == added
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("dense", "all-linear"),
+        ("dense", ["q_proj", "down_proj"]),
+        ("experts", "all-linear"),
+        ("experts", ["all-linear", "experts"]),
+    ],
+)
+def test_an_adapter_has_the_parameters_that_the_trainer_adds(
+    family: str, targets: str | list[str], model_directory: Path, tmp_path: Path
+) -> None:
+    directory = model_directory if family == "dense" else write_model(tmp_path, "qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    add_lora(model, r=4, alpha=8, target_modules=targets)
+    shape = read_shape(directory)
+    assert shape is not None
+    added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert shape.adapter_parameters(4, targets) == added
 
 
 def test_keys_and_values_of_a_token() -> None:

@@ -30,14 +30,14 @@ SAMPLED = [name for name in FAMILIES if not SUPPORT[name].engine]
 REFUSED = [name for name in FAMILIES if SUPPORT[name].engine]
 V1 = Version(0, 1)
 LORA = {"r": 2, "alpha": 4}
+LONG = EXPERTS.keys() - {"qwen3_moe", "gpt_oss"}
 ROUNDING = 2e-5
 """Differences of logprobs in float32, over the order of sums; logits are of the order of 10."""
 
 
 def marked(families: Iterable[str]) -> list[Any]:
     """Families as parameters: of those with experts all but two are among the long tests."""
-    long = EXPERTS.keys() - {"qwen3_moe", "gpt_oss"}
-    return [pytest.param(family, marks=pytest.mark.full) if family in long else family for family in families]
+    return [pytest.param(family, marks=pytest.mark.full) if family in LONG else family for family in families]
 
 
 def sequences() -> list[np.ndarray]:
@@ -159,11 +159,18 @@ def test_weights_in_shared_memory_reach_the_engine(
     engine.link.close()
 
 
-@pytest.mark.parametrize("family", marked(FAMILIES))
-def test_an_adapter_is_loaded_by_peft_and_by_the_engine(family: str, tmp_path: Path) -> None:
+ADAPTERS = [*((family, "all-linear") for family in FAMILIES), *((family, "experts") for family in EXPERTS)]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [pytest.param(*pair, marks=pytest.mark.full if pair[0] in LONG else ()) for pair in ADAPTERS]
+)
+def test_an_adapter_is_loaded_by_peft_and_by_the_engine(family: str, targets: str, tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", family)
-    model = PackedModel(base, lora=LORA)
+    model = PackedModel(base, lora={**LORA, "target_modules": ["all-linear", targets]})
     train_a_little(model)
+    adapted = {name.split(".")[-2] for name, matrix in model.learned().items() if matrix.any()}
+    assert any(layer.startswith("down_proj_lora") for layer in adapted) == (targets == "experts")
     store = WeightStore(tmp_path / "weights")
     Publisher(store, model).publish(V1)
     parts = sequences()

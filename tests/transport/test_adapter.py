@@ -81,7 +81,6 @@ def test_settings_that_change_nothing_are_accepted(directory: Path):
         {"modules_to_save": ["lm_head"]},
         {"alpha_pattern": {"q_proj": 8}, "rank_pattern": {"q_proj": 8}},
         {"init_lora_weights": "pissa"},
-        {"target_parameters": ["experts.gate_up_proj"]},
         {"a_feature_of_tomorrow": True},
         {"peft_type": "VERA"},
         {"r": 0},

@@ -232,7 +232,8 @@ class LoraConfig(Config):
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead, so that higher ranks do not learn more slowly."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """All linear layers except the head, or the last parts of module names, such as `["q_proj", "v_proj"]`."""
+    """All linear layers except the head, or the last parts of module names, such as `["q_proj", "v_proj"]`. Experts are
+    adapted by `["all-linear", "experts"]`, or `"experts"` in another list."""
     save_merged: bool = True
     """Write the final model with the adapter merged, besides the adapter. Without it the run has no `model/`, which is
     as large as the base; `headrace export` writes it from a checkpoint."""

@@ -15,7 +15,7 @@ from headrace.rollout.batch import DamagedFile
 from headrace.text.hub import read_settings
 from headrace.transport.files import check_regular
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json with the number of experts in a layer."""
 CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -34,7 +34,10 @@ class LayerSizes:
     intermediate_size: int
     """Width of what a token uses: of a model with experts, that of its chosen and shared ones together."""
     vocab_size: int
+    num_experts: int = 0
     experts_per_token: int = 0
+    expert_size: int = 0
+    """Width of one expert."""
 
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Return inputs and outputs of a layer's linear maps, by the names that most models give them."""
@@ -62,12 +65,15 @@ class ModelShape:
         return 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * itemsize
 
     def adapter_parameters(self, r: int, target_modules: str | Sequence[str] = ALL_LINEAR) -> int:
-        """Estimate the parameters of a LoRA adapter."""
+        """Estimate the parameters of a LoRA adapter; of a model with experts, its other layers are attention."""
         targets = [target_modules] if isinstance(target_modules, str) else target_modules
         names = {target.rpartition(".")[2] for target in targets}
-        layers = self.sizes.linear_layers()
+        sizes, layers = self.sizes, self.sizes.linear_layers()
+        if sizes.num_experts:
+            layers = {name: layers[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
         adapted = [size for name, size in layers.items() if name in names] or list(layers.values())
-        return r * self.sizes.num_hidden_layers * sum(map(sum, adapted))
+        experts = sizes.num_experts * (2 * sizes.hidden_size + 3 * sizes.expert_size) if EXPERTS in names else 0
+        return r * sizes.num_hidden_layers * (sum(map(sum, adapted)) + experts)
 
 
 def read_shape(directory: Path) -> ModelShape | None:
@@ -91,32 +97,25 @@ def read_shape(directory: Path) -> ModelShape | None:
     parameters = _count_stored(directory, ties)
     if parameters is None:
         parameters = _count_by_sizes(sizes, ties)
-        if sizes.experts_per_token:
-            experts, width = _experts(config)
-            chosen = sizes.experts_per_token
-            matrices = 3 * (experts - chosen) * width + experts  # those that a token does not take, and the router
-            parameters += sizes.num_hidden_layers * sizes.hidden_size * matrices
+        others = sizes.num_experts - sizes.experts_per_token  # experts that a token does not take; and the router
+        parameters += sizes.num_hidden_layers * sizes.hidden_size * (3 * others * sizes.expert_size + sizes.num_experts)
     return ModelShape(sizes, parameters, config.get("max_position_embeddings"))
 
 
 def feed_forward_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the width of the feed-forward layers that a token uses, and how many experts it takes.
+    """Return the width of the feed-forward layers that a token uses, and the sizes of experts if there are any.
 
     Layers without experts, which some models begin with, count as if they had them: they are about as wide.
     """
-    experts, width = _experts(config)
     dense = int(config.get("intermediate_size") or 4 * config["hidden_size"])
+    experts = next((int(config[key]) for key in EXPERT_KEYS if config.get(key)), 0)
     if experts < 2:
         return {"intermediate_size": dense}
+    width = int(config.get("moe_intermediate_size") or dense)
     chosen = next((int(config[key]) for key in CHOSEN_KEYS if config.get(key)), 1)
     shared = int(config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width)
-    return {"intermediate_size": chosen * width + shared, "experts_per_token": chosen}
-
-
-def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of experts in a layer, and the width of each."""
-    count = next((int(config[key]) for key in EXPERT_KEYS if config.get(key)), 0)
-    return count, int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
+    sizes = {"num_experts": experts, "experts_per_token": chosen, "expert_size": width}
+    return {"intermediate_size": chosen * width + shared, **sizes}
 
 
 def adapter_share(directory: Path, r: int, target_modules: str | Sequence[str]) -> float | None:

@@ -2,14 +2,16 @@
 
 Layers are replaced in place by ones with the same parameter names plus `lora_A` and `lora_B`, in float32. So a model is
 saved under its original names, and sharding, compiling and recomputing work as before. The adapter is saved in PEFT's
-format (`transport/adapter.py`).
+format (`transport/adapter.py`). Experts that are stacked in one parameter are adapted if `target_modules` has
+"experts": PEFT's `target_parameters`.
 
 Functions here take full tensors and do not communicate with other ranks. Left out on purpose: dropout (a policy must
-reproduce the logprobs it sampled with), adapters of embeddings, of the head, and of experts stacked in one parameter.
+reproduce the logprobs it sampled with), and adapters of embeddings and of the head.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,9 +24,12 @@ from torch.nn.functional import linear
 
 from headrace.errors import BadInput
 from headrace.inference.weights.file_layout import as_in_files
+from headrace.trainer.experts import STACKED, TRANSPOSED, ExpertsLora, adapter_name, expert_parameters
 from headrace.transport.adapter import AdapterConfig, Matrices, merged
 
-ALL_LINEAR = "all-linear"
+log = logging.getLogger(__name__)
+
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _A, _B = ".lora_A", ".lora_B"
 _EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 
@@ -59,42 +64,82 @@ def add_lora(
 
     The same seed gives the same matrices on every rank. `base` is the name of the base model in the adapter's config.
     """
-    chosen = _targets(model, target_modules)
+    wanted = [target_modules] if isinstance(target_modules, str) else target_modules
+    experts = _expert_targets(model, wanted)
+    chosen = _targets(model, [each for each in wanted if each != EXPERTS])
     # PEFT matches layers by suffix: the last part of a name, or the full name if other layers have the same suffix.
     others = {_last(name) for name, _ in model.named_modules() if name not in chosen}
     names = sorted({name if _last(name) in others else _last(name) for name in chosen})
-    config = AdapterConfig(r, alpha, names, use_rslora, base)
+    stacked = sorted({f"{_last(name)}.{weight}" for name, (_, weights) in experts.items() for weight in weights})
+    config = AdapterConfig(r, alpha, names, use_rslora, base, stacked or None)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, layer in chosen.items():
         model.set_submodule(name, LoraLinear(layer, r, config.scaling, generator))
+    for module, weights in experts.values():
+        for weight in weights:
+            adapter = ExpertsLora(module, weight, r, config.scaling, generator)
+            module.add_module(adapter_name(module, weight), adapter)
     return config
 
 
 def adapter_layers(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
-    """Return the LoRA matrices by layer, from a model's parameters by name."""
-    layers = [name.removesuffix(_A) for name in parameters if name.endswith(_A)]
-    return {layer: Matrices(parameters[layer + _A], parameters[layer + _B]) for layer in layers}
+    """Return the LoRA matrices by layer as PEFT has them, from a model's parameters by name.
+
+    PEFT wraps a module of experts once for each weight, and names the wrappers from the outside.
+    """
+    found = _matrices(parameters)
+    experts = [layer for layer in found if layer.endswith((STACKED, TRANSPOSED))]
+    layers = {layer: matrices for layer, matrices in found.items() if layer not in experts}
+    modules: dict[str, list[str]] = {}
+    for layer in experts:
+        modules.setdefault(layer.rpartition(".")[0], []).append(layer)
+    for module, weights in modules.items():
+        for depth, layer in enumerate(reversed(weights)):
+            a, b = found[layer]
+            layers[module + depth * ".base_layer"] = Matrices(a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
+    return layers
 
 
 def merged_parameters(parameters: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
     """Return parameters with the adapter merged; merged ones are float32."""
     result = {name: tensor for name, tensor in parameters.items() if not name.endswith((_A, _B))}
-    for layer, matrices in adapter_layers(parameters).items():
-        result[f"{layer}.weight"] = merged(result[f"{layer}.weight"], matrices, scaling)
+    for layer, matrices in _matrices(parameters).items():
+        if layer.endswith(TRANSPOSED):
+            name, matrices = layer.removesuffix(TRANSPOSED), Matrices(matrices.b.mT, matrices.a.mT)
+        else:
+            name = layer.removesuffix(STACKED) if layer.endswith(STACKED) else f"{layer}.weight"
+        result[name] = merged(result[name], matrices, scaling)
     return result
 
 
-def _targets(model: Any, wanted: str | Sequence[str]) -> dict[str, Linear]:
+def _matrices(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
+    layers = [name.removesuffix(_A) for name in parameters if name.endswith(_A)]
+    return {layer: Matrices(parameters[layer + _A], parameters[layer + _B]) for layer in layers}
+
+
+def _expert_targets(model: Any, wanted: Sequence[str]) -> dict[str, tuple[Any, list[str]]]:
+    """Return the modules of experts to adapt."""
+    experts = expert_parameters(model)
+    if EXPERTS in wanted:
+        if not experts:
+            fact = f"{type(model).__name__} has no experts that are stacked in one parameter"
+            raise BadInput(fact, key="lora.target_modules", value=EXPERTS, fix="Leave it out.")
+        return experts
+    if experts:
+        log.warning('lora.target_modules = %s: experts are not adapted. Add "experts" to adapt them, too.', [*wanted])
+    return {}
+
+
+def _targets(model: Any, suffixes: Sequence[str]) -> dict[str, Linear]:
     """Return the linear layers to adapt: all but the head, or those whose names end in a wanted suffix."""
     head = model.get_output_embeddings()
     layers = {name: part for name, part in model.named_modules() if type(part) is Linear and part is not head}
     if not layers:
         raise BadInput(f"{type(model).__name__} has no linear layers to adapt", key="lora")
-    if wanted == ALL_LINEAR:
+    if ALL_LINEAR in suffixes:
         parts = _expert_parts(model)
         return {name: part for name, part in layers.items() if _last(name) not in parts}
-    suffixes = [wanted] if isinstance(wanted, str) else wanted
     unknown = [suffix for suffix in suffixes if not any(_ends_in(name, suffix) for name in layers)]
     if unknown:
         fact = f"{type(model).__name__} has no linear layers of this name"

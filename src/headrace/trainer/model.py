@@ -188,7 +188,7 @@ class PackedModel:
     @property
     def cost(self) -> Cost:
         """The cost of training on a sequence, for load balancing."""
-        return cost_of_model(**{name: size for name, size in self._sizes.items() if name != "experts_per_token"})
+        return cost_of_model(**{name: size for name, size in self._sizes.items() if "expert" not in name})
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}

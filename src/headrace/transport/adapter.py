@@ -48,6 +48,8 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     target_modules: list[str] | str
     use_rslora: bool = False
     base_model_name_or_path: str | None = None
+    target_parameters: list[str] | None = None
+    """Stacked weights of experts; their matrices are those of all experts, side by side."""
 
     @property
     def scaling(self) -> float:
@@ -69,7 +71,7 @@ class Adapter(NamedTuple):
 
 
 def merged(base: Tensor, matrices: Matrices, scaling: float) -> Tensor:
-    """Return base + scaling * B @ A in float32. `base` must be the original weight, not a merged one."""
+    """Return base + scaling * B @ A in float32, also of stacks. `base` must be the original weight."""
     return base.float() + scaling * (matrices.b.float() @ matrices.a.float())
 
 
@@ -103,6 +105,8 @@ def write_config(directory: Path, config: AdapterConfig) -> None:
         "modules_to_save": None,
         "inference_mode": True,
     }
+    if not config.target_parameters:
+        del content["target_parameters"]
     (directory / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
@@ -156,7 +160,13 @@ def _by_layer(tensors: Mapping[str, Tensor], r: int, path: Path) -> dict[str, Ma
         if len(pair) < 2:
             raise AdapterError(f"has only lora_{next(iter(pair))}", file=path, key=layer)
         a, b = pair["A"], pair["B"]
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != r or b.shape[1] != r:
+        is_stacked = layer.removesuffix(".base_layer").endswith("experts")
+        if (
+            a.ndim != 2
+            or b.ndim != 2
+            or a.shape[0] != b.shape[1]
+            or (a.shape[0] % r if is_stacked else a.shape[0] != r)
+        ):
             shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
             raise AdapterError(f"{shapes} do not match rank {r}", file=path, key=layer)
     return {layer: Matrices(pair["A"], pair["B"]) for layer, pair in by_layer.items()}

@@ -24,6 +24,7 @@ from headrace.inference.colocation import keeps_base_in_memory
 from headrace.inference.latents import read_gates
 from headrace.inference.weights.buffers import free_staging, stage
 from headrace.inference.weights.errors import WeightsError, abbreviate, read_checked_marker
+from headrace.inference.weights.file_layout import expert_slices
 from headrace.inference.weights.link import Received
 from headrace.machine import free_memory
 from headrace.rollout.version import Version
@@ -154,14 +155,24 @@ class MergedTensors(Mapping[str, Tensor]):
         self._base, self._adapter, self._parameters = base, adapter, parameters
         self.shapes = {name: shape for name, (_, shape) in base.places.items() if name in parameters}
         self._gates = read_gates(source)
-        self._matrices = {f"{layer}.weight": matrices for layer, matrices in adapter.layers.items()}
+        self._matrices = self._by_tensor(adapter)
         if unknown := sorted(name for name in self._matrices if name not in self.shapes):
             raise WeightsError(f"{source} changes tensors that {base.directory} does not have: {abbreviate(unknown)}")
         for name, (a, b) in self._matrices.items():
-            shape = [b.shape[0], a.shape[1]]
+            shape = [*b.shape[:-1], a.shape[-1]]
             if list(self.shapes[name]) != shape:
                 raise WeightsError(f"{source}: its {name} is {shape}, but {[*self.shapes[name]]} in {base.directory}")
         self.shapes |= {name: tensor.shape for name, tensor in self._gates.items()}
+
+    def _by_tensor(self, adapter: Adapter) -> dict[str, Matrices]:
+        """Return the matrices by the names of tensors in files, which may have experts one by one."""
+        by_tensor = {f"{layer}.weight": matrices for layer, matrices in adapter.layers.items()}
+        if targets := adapter.config.target_parameters:
+            for name, part in expert_slices(self._base.directory, targets).items():
+                if part.layer in adapter.layers:
+                    by_tensor[name] = part.matrices(*adapter.layers[part.layer])
+                    by_tensor.pop(f"{part.layer}.weight", None)
+        return by_tensor
 
     def __getitem__(self, name: str) -> Tensor:
         return self.merged_on(name, self._base.device)

@@ -20,8 +20,9 @@ A family that is not in the table may work: trainer and engine compare themselve
 it, and refuse a model that they do not reproduce. Models with images or sound are refused, and so are models with an
 encoder.
 
-- **Experts** are stacked in memory and stored one by one in files; the conversion is transformers' own. Adapters of
-  models with experts change the attention, unless `target_modules` names other layers.
+- **Experts** are stacked in memory and stored one by one in files; the conversion is transformers' own. They are
+  trained by grouped matrix products. Adapters of models with experts change the attention; those with
+  `target_modules = ["all-linear", "experts"]` change the experts, too, as PEFT's `target_parameters`.
 - **Capped attention scores** (Gemma 2), **attention sinks** (gpt-oss) and **compressed keys** (DeepSeek) are trained
   with `trainer.attention = "sdpa"`, which `auto` chooses for them: slower on a GPU than flash attention.
 - **Linear attention** (Qwen3.5) computes a shared prefix once per sequence.
