@@ -54,7 +54,8 @@ def test_gpu_options_follow_the_configuration() -> None:
     assert (found["--tensor-parallel-size"], found["--data-parallel-size"]) == ("2", "4")
     assert (found["--gpu-memory-utilization"], found["--block-size"]) == ("0.7", "32")
     assert (found["--max-lora-rank"], found["--max-loras"]) == ("32", "4") and "--enable-lora" in found
-    assert "--no-enable-prefix-caching" in found
+    assert "--no-enable-prefix-caching" in found and "--enable-expert-parallel" not in found
+    assert "--enable-expert-parallel" in command(on_gpu=True, vllm={**vllm, "expert_parallel": True})
 
 
 def test_keys_and_our_own_packages_stay_with_us() -> None:

@@ -25,7 +25,7 @@ from headrace.launch.resource_plan import (
 )
 from headrace.launch.resources import occupied_bytes
 from headrace.runfile.run import RunConfig
-from tests.inference.shapes import QWEN_05B, QWEN_4B, QWEN_8B, QWEN_14B, QWEN_32B
+from tests.inference.shapes import QWEN_05B, QWEN_4B, QWEN_8B, QWEN_14B, QWEN_30B_A3B, QWEN_32B
 
 GIB = 1 << 30
 H200 = Machine(gpu_memory=143_771 << 20, host_memory=128 * GIB, free_host_memory=124 * GIB, free_disk=1000 * GIB)
@@ -260,3 +260,13 @@ def test_what_a_run_occupies_counts_linked_files_once(tmp_path: Path) -> None:
     (tmp_path / "model" / "b").write_bytes(b"1" * 10)
     (tmp_path / "metrics.jsonl").write_bytes(b"1" * 10)
     assert occupied_bytes(tmp_path) == 1010
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_server_of_several_gpus_has_the_weights_of_one_copy_on_each_group(experts: bool) -> None:
+    vllm = {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel": experts}
+    config = rl({"lora": {}}, inference={"engine": "vllm", "vllm": vllm})
+    placement = placed(1, ("0",), (("1", "2", "3", "4"),))
+    found = size(planned(config, QWEN_30B_A3B, placement=placement), "GPU memory while sampling", "engine's weights")
+    divided = 48 * 128 * 3 * 2048 * 768 if experts else 0  # experts over four GPUs, the rest over the two of a copy
+    assert found == 2 * ((QWEN_30B_A3B.parameters - divided) // 2 + divided // 4)

@@ -24,6 +24,9 @@ class VllmConfig(Config):
     """GPUs that share one copy of the model."""
     data_parallel_size: int = Field(1, ge=1)
     """Copies of the model behind one server."""
+    expert_parallel: bool = False
+    """Divide the experts of a layer over all GPUs of a server, `tensor_parallel_size * data_parallel_size`, instead of
+    each expert's matrices over those of one copy."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Fraction of each GPU's memory that vLLM takes; unset: its default, or 0.4 for all servers together if the trainer
     uses the same GPU."""

@@ -59,6 +59,12 @@ class ModelShape:
     positions: int | None = None
     """The model's longest sequence, if its config has it."""
 
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of all experts, of which a token uses a few."""
+        sizes = self.sizes
+        return 3 * sizes.num_hidden_layers * sizes.num_experts * sizes.hidden_size * sizes.expert_size
+
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of keys and values per token."""
         sizes = self.sizes

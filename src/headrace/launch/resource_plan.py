@@ -345,7 +345,7 @@ class _Planner:
     def _cache_memory(self, total: int) -> int:
         """Return the bytes for the KV cache of one server; raises as the engine would."""
         inference = self.config.inference
-        weights = self.compute_bytes * self.parameters // inference.gpus_per_server
+        weights = self._engine_weights()
         if inference.kv_cache_gb is not None:
             return int(inference.kv_cache_gb * 1e9)
         if inference.engine == "vllm":
@@ -362,15 +362,23 @@ class _Planner:
             )
         return cache_budget(total - own, total, own, self.parameters, shared)
 
-    def _sampling(self, total: int, memory: int, max_running: int) -> Budget:
+    def _engine_weights(self) -> int:
+        """Return the bytes of weights on each GPU of a server: of one copy, or a part of it."""
         inference = self.config.inference
+        if inference.engine != "vllm":
+            return self.compute_bytes * self.parameters
+        divided = self.shape.expert_parameters if inference.vllm.expert_parallel else 0
+        others = (self.parameters - divided) // inference.vllm.tensor_parallel_size
+        return self.compute_bytes * (others + divided // inference.gpus_per_server)
+
+    def _sampling(self, total: int, memory: int, max_running: int) -> Budget:
         token_bytes = self.shape.kv_bytes(self.compute_bytes)
         blocks = blocks_within(memory, token_bytes, self.longest, max_running)
         tokens = BLOCK_SIZE * blocks
         shares = self.placement.shares_gpu
         count = self.servers if shares else 1
         parts = [
-            Part("engine's weights", count * self.compute_bytes * self.parameters // inference.gpus_per_server),
+            Part("engine's weights", count * self._engine_weights()),
             Part("KV cache", count * tokens * token_bytes, is_certain=False),
             Part("engine's other memory", count * (working_bytes(total) + CONTEXT_BYTES), is_certain=False),
         ]

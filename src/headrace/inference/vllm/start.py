@@ -28,6 +28,7 @@ RESERVED_ARGUMENTS = frozenset(
         *("--model", "--host", "--port", "--uds", "--api-key", "--served-model-name", "--generation-config"),
         *("--logprobs-mode", "--max-logprobs", "--scheduling-policy", "--worker-extension-cls"),
         *("--tensor-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-seqs"),
+        "--enable-expert-parallel",
         *("--speculative-config", "--enable-lora"),
     }
 )
@@ -130,6 +131,7 @@ def arguments(
         "--enforce-eager": not on_gpu,
         "--trust-remote-code": config.model.trust_remote_code,
         "--enable-lora": rank is not None,
+        "--enable-expert-parallel": vllm.expert_parallel,
         "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching": True,
     }
     pairs = [word for name, value in options.items() if value is not None for word in (name, str(value))]
