@@ -48,7 +48,7 @@ def _headline(report: Report) -> Iterator[str]:
     yield f"step {report.step} of {report.run}, from {report.start}{steps}"
     own = report.platform
     versions = ", ".join(f"{name} {version}" for name, version in own.versions.items())
-    yield f"replayed on {own.device} ({own.machine}, {own.dtype}, {own.threads} threads): {versions}"
+    yield f"replayed on {own.device} ({own.machine}, {own.dtype}, threads: {own.threads}): {versions}"
     if report.recorded_platform is None:
         yield "recorded by an older version, which did not say on what"
     elif differences := report.recorded_platform.differences(own):
@@ -111,7 +111,7 @@ def _anatomy(anatomy: Anatomy) -> Iterator[RenderableType]:
 
 def _not_finite(anatomy: Anatomy) -> Iterator[RenderableType]:
     yield Text(
-        f"\nnot finite: {anatomy.num_bad_tokens:,} tokens, gradients of {len(anatomy.bad_parameters):,} parameters"
+        f"\nnot finite: tokens: {anatomy.num_bad_tokens:,}, gradients of parameters: {len(anatomy.bad_parameters):,}"
     )
     table = _table("sample", "position", "rollout", "env", "token", "values")
     for token in anatomy.bad_tokens:
