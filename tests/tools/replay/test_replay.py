@@ -1,5 +1,6 @@
 """Steps of a trainer on real files, replayed from its checkpoints and rollouts."""
 
+import math
 import shutil
 import tarfile
 import threading
@@ -220,7 +221,9 @@ def test_tokens_that_are_not_finite_are_named_with_their_cause(copied: RunDir, c
     (token,) = report.anatomy.bad_tokens
     assert (token.sample, token.position, token.rollout) == (2, place, batch.samples[2].rollout)
     assert token.columns == ["advantages", "gradient"]
-    assert report.anatomy.bad_parameters and report.anatomy.rollouts[0].rollout == token.rollout
+    first, *others = report.anatomy.rollouts
+    assert report.anatomy.bad_parameters and first.rollout == token.rollout and math.isnan(first.share)
+    assert 0.8 < sum(rollout.share for rollout in others) <= 1
     assert report.verdict == "differs" and report.first_differing_step == 4
     assert main(["replay", str(copied.root), "4"]) == 1
     assert "advantages, gradient" in capsys.readouterr().out

@@ -59,7 +59,7 @@ class RolloutShare(msgspec.Struct):
     drift: float
     """Mean |t - i| of the logprobs of trainer and engine."""
     share: float
-    """Of the sum of |dL/dt| over the step; NaN if that is not finite."""
+    """Of the sum of |dL/dt| over the rollouts where it is finite; NaN where it is not."""
 
 
 class BadToken(msgspec.Struct):
@@ -112,7 +112,7 @@ class Report(msgspec.Struct):
     first_differing_step: int | None
     """The first step with a metric that differs."""
     other_batches: list[int]
-    """Steps whose batch, made again from rollouts, has another digest than in the journal."""
+    """Steps whose batch has another digest than in the journal."""
     anatomy: Anatomy
 
     @property
@@ -171,14 +171,14 @@ def rollout_shares(tokens: pa.Table, limit: int) -> list[RolloutShare]:
         return []
     numbers, rollouts = _numbers(trained, "gradient"), trained["rollout"].to_numpy()
     sums = np.bincount(rollouts, np.nan_to_num(np.abs(numbers), nan=math.inf))
-    total = sums.sum()
+    total = sums[np.isfinite(sums)].sum()
     found = []
     for rollout in np.argsort(-sums, kind="stable")[:limit].tolist():
         own = trained.filter(pc.equal(trained["rollout"], rollout))
         if own.num_rows:
             means = [_mean(_numbers(own, name)) for name in ("advantages", "entropy")]
             drift = _mean(np.abs(_numbers(own, "log_ratio")))
-            share = float(sums[rollout] / total) if 0 < total < math.inf else 0.0 if total == 0 else math.nan
+            share = float(sums[rollout] / (total or 1.0)) if math.isfinite(sums[rollout]) else math.nan
             found.append(RolloutShare(rollout, own["env"][0].as_py(), own.num_rows, means[0], means[1], drift, share))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -44,7 +45,14 @@ def verdict_line(report: Report) -> str:
 
 
 def _headline(report: Report) -> Iterator[str]:
-    steps = "" if report.first == report.step else f" through steps {report.first} to {report.step - 1}"
+    before = range(report.first, report.step)
+    steps = (
+        f" through steps {before[0]} to {before[-1]}"
+        if len(before) > 1
+        else f" through step {before[0]}"
+        if before
+        else ""
+    )
     yield f"step {report.step} of {report.run}, from {report.start}{steps}"
     own = report.platform
     versions = ", ".join(f"{name} {version}" for name, version in own.versions.items())
@@ -54,7 +62,7 @@ def _headline(report: Report) -> Iterator[str]:
     elif differences := report.recorded_platform.differences(own):
         yield f"recorded with {'; '.join(differences)}"
     if report.other_batches:
-        yield f"made from rollouts, with another digest than in the journal: batches of steps {report.other_batches}"
+        yield f"not the batches whose digests the journal has: steps {', '.join(map(str, report.other_batches))}"
     yield ""
 
 
@@ -101,7 +109,8 @@ def _anatomy(anatomy: Anatomy) -> Iterator[RenderableType]:
     table = _table("rollout", "env", "tokens", "advantage", "entropy", "drift", "share of the gradient")
     for rollout in anatomy.rollouts:
         numbers = (f"{value:.4g}" for value in (rollout.advantage, rollout.entropy, rollout.drift))
-        table.add_row(str(rollout.rollout), rollout.env, f"{rollout.tokens:,}", *numbers, f"{rollout.share:.1%}")
+        share = "not finite" if math.isnan(rollout.share) else f"{rollout.share:.1%}"
+        table.add_row(str(rollout.rollout), rollout.env, f"{rollout.tokens:,}", *numbers, share)
     yield from (Text(""), table)
     table = _table("parameter", "norm of its gradient")
     for name, norm in anatomy.gradient_norms.items():
@@ -129,7 +138,7 @@ def _table(*names: str) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.9g}"
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.9g}"
 
 
 def _difference(value: float) -> str:
