@@ -56,6 +56,7 @@ def test_a_resolved_run_reads_back_as_the_same():
     ("kl", "key"),
     [
         ({"coef": 0.1, "estimator": "k1"}, "estimator"),
+        ({"coef": 0.1, "place": "reward", "reference": FROZEN, "ratio": True}, "ratio"),
         ({"coef": 0.1, "place": "reward"}, "reference"),
         ({"coef": 0.1, "place": "reward", "reference": {"every": 3}}, "reference"),
         ({"coef": 0.1, "reference": "Qwen/Qwen3-8B"}, "reference"),
@@ -74,6 +75,12 @@ def test_what_cannot_work_is_refused_by_its_key(kl: dict[str, Any], key: str):
 def test_algorithms_without_advantages_do_not_have_it(kind: str):
     with refused(ConfigError, key="orchestrator.train.env.0.algo.kl"):
         run_of({"coef": 0.1}, kind=kind)
+
+
+def test_the_trainer_multiplies_by_the_ratio_that_all_penalties_ask_for():
+    assert run_of({"coef": 0.1, "ratio": True}, None, {"coef": 0.0}).trainer.kl_ratio
+    with refused(ConfigError, key="orchestrator.train.env", value="env1"):
+        run_of({"coef": 0.1, "ratio": True}, {"coef": 0.1})
 
 
 def test_two_references_of_the_trainer_are_refused():

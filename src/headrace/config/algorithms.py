@@ -107,6 +107,9 @@ class KlConfig(Config):
     place: Literal["loss", "reward"] = "loss"
     """`loss`: a term of each trained token's loss, with the policy in training. `reward`: the sum over a rollout's
     sampled tokens, at the policy that sampled them, lowers its reward before rollouts are compared."""
+    ratio: bool = False
+    """`loss`: multiply the estimate by the ratio to the policy that sampled, as TRL does by default. Without it, the
+    estimate is that of the policy in training only as long as rollouts are fresh."""
     reference: KlReference = "start"
     """The policy at the `start` of the run, which the trainer keeps; `{ every = N }`: the policy after the last step
     that N divides; or a frozen model on a server."""
@@ -125,6 +128,9 @@ class KlConfig(Config):
                 "the expected gradient of k1 in the loss is 0 on the policy's own samples: it would only add noise",
                 'Set estimator to "k3" or "k2", or place = "reward".',
             )
+        if self.place == "reward" and self.ratio:
+            fact = "a penalty in the reward is that of the policy that sampled: the ratio is 1"
+            yield self.invalid("ratio", fact, 'Leave it out, or set place = "loss".')
         if self.place == "reward" and not isinstance(self.reference, FrozenModelConfig):
             yield InvalidValue(
                 'place = "reward" needs the reference\'s logprobs before rollouts are compared, and the weights of '

@@ -355,6 +355,8 @@ class TrainerConfig(TrainingConfig):
     ref_kl: RefKlConfig = Field(default_factory=RefKlConfig)
     reference: ReferenceConfig | None = None
     """Filled by algorithms with a `kl` whose reference is the run's own past."""
+    kl_ratio: bool = False
+    """Filled by algorithms with a `kl`: its `ratio`."""
     keep_weights: int = Field(2, ge=1)
     """Published versions that are kept on disk besides those that an engine may still load."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

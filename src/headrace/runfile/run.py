@@ -177,8 +177,15 @@ class RunConfig(Config):
     def _trainer_keeps_reference(self) -> RunConfig:
         """Have the trainer keep the weights that algorithms with a KL penalty refer to; it has one copy."""
         needed: ReferenceConfig | None = None
+        ratio: bool | None = None
         for env in self.orchestrator.train.env:
             kl: KlConfig | None = getattr(self.orchestrator.algo_of(env), "kl", None)
+            if kl is not None and kl.coef > 0 and kl.place == "loss":
+                if ratio is not None and ratio != kl.ratio:
+                    fact = f"the trainer has one penalty, and the kl of {env.name!r} has another ratio than that before"
+                    fix = "Give both the same kl.ratio."
+                    raise InvalidValue(fact, key="orchestrator.train.env", value=env.name, fix=fix)
+                ratio = kl.ratio
             own = None if kl is None else kl.kept_by_trainer
             if own is not None and needed is not None and own != needed:
                 raise InvalidValue(
@@ -189,8 +196,11 @@ class RunConfig(Config):
                     fix="Give both the same kl.reference, or serve one as a frozen model.",
                 )
             needed = own or needed
-        if needed is not None and needed != self.trainer.reference:
-            object.__setattr__(self, "trainer", self.trainer.model_copy(update={"reference": needed}))
+        filled: dict[str, Any] = {} if needed is None else {"reference": needed}
+        if ratio is not None:
+            filled["kl_ratio"] = ratio
+        if any(getattr(self.trainer, key) != value for key, value in filled.items()):
+            object.__setattr__(self, "trainer", self.trainer.model_copy(update=filled))
         return self
 
     def _longest_request(self) -> int:

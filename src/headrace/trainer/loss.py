@@ -16,7 +16,7 @@ masks and bounds have no gradient.
     k2         (t - ref)**2 / 2
     k3         exp(ref - t) - (ref - t) - 1
 
-k2 and k3 estimate the divergence from a reference policy, without a ratio to the policy that sampled. All but the last
+k2 and k3 estimate the divergence from a reference policy, times rho if `ratio` is set. All but the last
 four are losses of the rl component (`headrace.trainer.losses.shipped`). Each returns a sum over its members; the step
 divides it by the number of members in the whole step, k2 and k3 by that of rl. Metrics are sums and counts.
 """
@@ -89,14 +89,14 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
     return LossOutputs(outputs.loss, {**named, "ref_kl": masked_mean(-gap, inputs.loss_mask)}, masked)
 
 
-def k2_loss(inputs: LossInputs) -> LossOutputs:
+def k2_loss(inputs: LossInputs, ratio: bool = False) -> LossOutputs:
     gap = _reference_gap(inputs)
-    return _penalty("k2", gap**2 / 2, inputs)
+    return _penalty("k2", gap**2 / 2, inputs, ratio)
 
 
-def k3_loss(inputs: LossInputs) -> LossOutputs:
+def k3_loss(inputs: LossInputs, ratio: bool = False) -> LossOutputs:
     gap = _reference_gap(inputs)
-    return _penalty("k3", gap.expm1() - gap, inputs)
+    return _penalty("k3", gap.expm1() - gap, inputs, ratio)
 
 
 def _reference_gap(inputs: LossInputs) -> Tensor:
@@ -106,7 +106,9 @@ def _reference_gap(inputs: LossInputs) -> Tensor:
     return of_members(inputs.ref_logprobs - inputs.trainer_logprobs, inputs)
 
 
-def _penalty(name: str, per_token: Tensor, inputs: LossInputs) -> LossOutputs:
+def _penalty(name: str, per_token: Tensor, inputs: LossInputs, ratio: bool) -> LossOutputs:
+    if ratio:
+        per_token = per_token * log_ratios(inputs).exp()
     return LossOutputs(weighted_sum(per_token, inputs), {f"kl/{name}": masked_mean(per_token, inputs.loss_mask)})
 
 

@@ -226,7 +226,8 @@ class RlTrainer:
 def losses(config: TrainerConfig) -> dict[str, Loss]:
     """Return the loss of each component with its settings bound."""
     ref_kl = partial(ref_kl_loss, **config.ref_kl.model_dump())
-    return {"rl": config.loss.make(), "ce": ce_loss, "ref_kl": ref_kl, "k2": k2_loss, "k3": k3_loss}
+    k2, k3 = (partial(loss, ratio=config.kl_ratio) for loss in (k2_loss, k3_loss))
+    return {"rl": config.loss.make(), "ce": ce_loss, "ref_kl": ref_kl, "k2": k2, "k3": k3}
 
 
 def notify_zero_gradient(
