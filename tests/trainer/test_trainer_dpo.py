@@ -17,17 +17,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.config.base import ConfigError
 from headrace.config.dpo import DpoConfig
 from headrace.launch.run_directory import plan_directory
 from headrace.launch.saved_config import read_run, save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.batch import DamagedFile
+from headrace.runfile.reading import validate
 from headrace.trainer.checkpoint import ResumeError
 from headrace.trainer.dpo import DpoTrainer, ReferenceTotals
 from headrace.trainer.sft_data import open_examples, open_rows
 from headrace.transport.run_dir import RunDir
 from tests.observe.metrics_page import undocumented
+from tests.refusals import refused
 
 WORDS = [
     *("apple", "beach", "chair", "dance", "eagle", "flame"),
@@ -65,6 +68,12 @@ def settings(output: Path, model: Path, pairs: Path, **others: Any) -> DpoConfig
             **others,
         }
     )
+
+
+def test_thoughts_in_latent_space_are_refused():
+    tree = {"output_dir": "out", "max_steps": 1, "seq_len": 8, "dpo": {}, "data": {"path": "pairs.jsonl"}}
+    with refused(ConfigError, key="model.latents"):
+        validate(DpoConfig, {**tree, "model": {"init": "tiny", "latents": "hybrid"}}, "test")
 
 
 def run(config: DpoConfig, status: Status, resume: str | None = None) -> Path:

@@ -137,6 +137,14 @@ def test_latents_come_back_as_rows_of_their_sample_and_of_its_turn(tmp_path: Pat
     np.testing.assert_array_equal(found.rollout.turns[0].latents, rows)
 
 
+def test_latents_take_no_more_of_a_file_than_float16(tmp_path: Path) -> None:
+    rows = (np.random.default_rng(0).normal(size=(400, 256)) * 0.1).astype(np.float16)
+    played = [Turn([1], [2] * 400, [-0.5] * 400, [0] * 400, 1.0, latents=rows)]
+    saved(tmp_path, Rollout(turns=played, samples=merge_turns(played)))
+    (file,) = tmp_path.glob("**/*.parquet")
+    assert file.stat().st_size < rows.nbytes + 20_000  # the other columns, and the file's footer
+
+
 def test_a_rollout_keeps_what_its_environment_said_of_it(tmp_path: Path) -> None:
     played = [turn([1], [2])]
     scored = Rollout(

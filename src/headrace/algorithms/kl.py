@@ -3,7 +3,8 @@
     k1 = t - ref        k2 = (t - ref)^2 / 2        k3 = exp(ref - t) - (ref - t) - 1
 
 place = "loss": `coef` is the weight of each sampled token in the loss k2 or k3, in which t is the logprob of the policy
-in training; `ratio` multiplies it by the ratio to the policy that sampled. A frozen model scores the samples of a batch here; the trainer keeps the policies of the run's own past.
+in training; `ratio` multiplies it by the ratio to the policy that sampled. A frozen model scores the samples of a batch
+here; the trainer keeps the policies of the run's own past.
 
 place = "reward": coef * (the sum of k over the sampled tokens) is subtracted from the reward before rollouts are
 compared, so baselines contain it; t is the logprob of sampling. Rewards in metrics and files stay without it.

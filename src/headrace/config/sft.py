@@ -194,6 +194,9 @@ class OfflineConfig(TrainingConfig):
         for key in ("model", "output_dir", "renderer", "seed"):
             if getattr(self.inference, key) != getattr(InferenceConfig(), key):
                 yield InvalidValue(f"the server takes the run's own {key}", key=f"inference.{key}", fix="Leave it out.")
+        if self.model.latents is not None:
+            fix = "Leave it out: thinking in latent space is learned by headrace rl."
+            yield InvalidValue("examples have no latents to learn from", key="model.latents", fix=fix)
         if "eval" in self.model_fields_set and not self.eval.env:
             yield InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
         if self.launch.sharing == "alternate":
@@ -261,9 +264,6 @@ class SftConfig(OfflineConfig):
 
     def problems(self) -> Iterator[InvalidValue]:
         yield from super().problems()
-        if self.model.latents is not None:
-            fix = "Leave it out: thinking in latent space is learned by headrace rl."
-            yield InvalidValue("examples have no latents to learn from", key="model.latents", fix=fix)
         if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
             yield self.invalid(
                 "validation.fraction",

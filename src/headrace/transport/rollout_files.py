@@ -75,6 +75,8 @@ _OBS_SPANS = pa.list_(pa.struct([(name, pa.int32()) for name in ("start", "turn"
 _TEXTS = pa.list_(pa.string())
 _NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
 _OTHER_STREAMS = pa.map_(pa.string(), pa.list_(pa.float64()))
+_OTHER_VALUES = "samples.list.element.other_streams.key_value.value.list.element"
+"""The Parquet column of their numbers."""
 
 _SAMPLES = pa.list_(
     pa.struct(
@@ -179,7 +181,9 @@ def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
             leftover.unlink()
     draft = draft_of(path)
     # No dictionaries: logprobs have as many values as tokens, and zstd alone is faster and smaller.
-    with pq.ParquetWriter(draft, SCHEMA, compression="zstd", use_dictionary=False) as writer:
+    # Bytes of equal significance side by side: latents, which are float16, take no more than that as float64.
+    split = {_OTHER_VALUES: "BYTE_STREAM_SPLIT"}
+    with pq.ParquetWriter(draft, SCHEMA, compression="zstd", use_dictionary=False, column_encoding=split) as writer:
         yield writer
         writer.add_key_value_metadata({PARQUET_KEY: NO_DIGEST})
     seal_parquet(draft)
