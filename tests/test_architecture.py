@@ -120,7 +120,7 @@ LAYERS = (
 TOOLS = (
     ("sweep", "view", "replay"),
     ("compare", "audit"),
-    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs", "models"),
+    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs", "models", "convert"),
     ("names", "statistics"),
 )
 """The same for the folders of `tools`."""

@@ -69,6 +69,7 @@ COMMANDS = {
     "manifest": Command("manifest", "write a run as objects of Kubernetes: a JobSet and what it needs.", "all"),
     "sweep": Command("sweep", "run a grid, a list or random values of any keys, with seeds, and report on it.", "all"),
     "config": Command("config", "print the resolved configuration of a run file, or explain a key."),
+    "convert": Command("convert", "translate a run file of prime-rl, or the settings of a TRL script."),
     "audit": Command("runs", "account for every prompt of a run, and check its journal and checkpoints."),
     "verify": Command("runs", "compare all files of a run with their digests."),
     "rescore": Command("rescore", "credit a run's saved rollouts with another algorithm; samples nothing.", "dotted"),

@@ -25,6 +25,13 @@ IGNORED_KEYS: dict[str, str] = {
 MOVED: dict[str, str] = {
     "experimental.log_loop_interval": "orchestrator.log_loop_interval",
     "orchestrator.experimental.log_loop_interval": "orchestrator.log_loop_interval",
+    "orchestrator.concurrency.initial_inflight": "orchestrator.max_inflight_rollouts",
+    "orchestrator.env": "orchestrator.train.env",
+    "orchestrator.max_concurrent": "orchestrator.max_inflight_rollouts",
+    "orchestrator.rollouts_per_example": "orchestrator.group_size",
+    "orchestrator.sampling": "orchestrator.train.sampling",
+    "orchestrator.train.sampling.max_completion_tokens": "orchestrator.train.sampling.max_tokens",
+    "orchestrator.eval.sampling.max_completion_tokens": "orchestrator.eval.sampling.max_tokens",
     "orchestrator.policy.client": "orchestrator.client",
     "orchestrator.policy.renderer": "orchestrator.renderer",
     "orchestrator.policy.model": "model",
@@ -69,21 +76,21 @@ def replace_foreign_keys(tree: dict[str, Any]) -> list[str]:
     """Remove or move the known foreign keys in `tree`; returns one notice for each."""
     notices = []
     for path, advice in IGNORED_KEYS.items():
-        if _remove(tree, path.split(".")) is not None:
+        if remove_key(tree, path.split(".")) is not None:
             notices.append(f"{path} is not a key of Headrace and is ignored: {advice}.")
     for path, ours in MOVED.items():
-        if (value := _remove(tree, path.split("."))) is not None:
+        if (value := remove_key(tree, path.split("."))) is not None:
             _set(tree, ours, as_table(value, "name") if ours == "model" else value, path)
             notices.append(f"{path} is read as {ours}.")
     return notices
 
 
-def _remove(tree: dict[str, Any], path: list[str]) -> Any:
+def remove_key(tree: dict[str, Any], path: list[str]) -> Any:
     """Delete a key, and the section around it if that leaves it empty; return its value, or None."""
     if len(path) == 1:
         return tree.pop(path[0], None)
     node = tree.get(path[0])
-    value = _remove(node, path[1:]) if isinstance(node, dict) else None
+    value = remove_key(node, path[1:]) if isinstance(node, dict) else None
     if value is not None and not node:
         del tree[path[0]]
     return value
