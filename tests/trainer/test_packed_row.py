@@ -135,3 +135,11 @@ def test_a_prefix_is_shared_only_where_its_latents_are_equal():
     for places, ids, rows in zip(row.places, tokens, latents, strict=True):
         assert row.token_ids[0, places].tolist() == ids.tolist()
         assert row.latents[places].tolist() == rows.tolist()
+
+
+def test_tokens_with_other_routes_have_other_keys():
+    tokens, experts = np.arange(300), np.arange(8, dtype=np.uint8)
+    routes = np.stack(np.meshgrid(experts, experts, [0, 255]), -1).reshape(-1, 3).astype(np.uint8)
+    keys = prefix_keys(np.repeat(tokens, len(routes)), np.tile(routes, (len(tokens), 1)))
+    assert len(np.unique(keys)) == len(tokens) * len(routes)
+    assert np.array_equal(keys, prefix_keys(np.repeat(tokens, len(routes)), np.tile(routes, (len(tokens), 1))))

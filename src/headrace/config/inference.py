@@ -116,6 +116,9 @@ class InferenceConfig(Config):
     refuses such requests."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """Whether the KV cache of requests in flight is recomputed or kept when the weights are updated."""
+    routed_experts: bool = False
+    """Record which experts each layer chooses for each token, for requests that want them. A run sets it where the
+    trainer needs it (`trainer.router_replay`)."""
     seed: int = 0
     """Seed of requests that do not set one; filled from `seed`."""
 

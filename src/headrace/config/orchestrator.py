@@ -244,6 +244,9 @@ class OrchestratorConfig(Config):
     """Filters that keep rollouts out of a batch; with enforce = false they only count them."""
     post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
     """Filters that drop rollouts of a full batch; with enforce = false they only count them."""
+    routed_experts: bool = False
+    """Have engines return the experts of each sampled token. A run sets it where the trainer needs it
+    (`trainer.router_replay`)."""
     drift_probes: int = Field(2, ge=0)
     """Completions that are scored again per version: this many that it sampled alone, and as many that it only
     finished; 0: none."""

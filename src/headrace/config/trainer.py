@@ -357,6 +357,11 @@ class TrainerConfig(TrainingConfig):
     """Filled by algorithms with a `kl` whose reference is the run's own past."""
     kl_ratio: bool = False
     """Filled by algorithms with a `kl`: its `ratio`."""
+    router_replay: Literal["off", "record", "replay"] | None = None
+    """What is done with the experts that the engine chose for each token. `replay`: the trainer's layers take the same
+    ones, so that trainer and engine compute the same function; `record`: they are compared with the trainer's own
+    choice; `off`: the engine does not return them. Without effect on models without experts. Unset: `replay` with the
+    embedded engine of this run, else `off`."""
     keep_weights: int = Field(2, ge=1)
     """Published versions that are kept on disk besides those that an engine may still load."""
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

@@ -89,6 +89,8 @@ class GenerationResult(msgspec.Struct):
     """[tokens, hidden size] in float16, if the request thinks in latent space."""
     logprobs_mode: str | None = None
     """`PROCESSED` if penalties or structured outputs changed the distribution that the logprobs are of."""
+    routed_experts: bytes | None = None
+    """`routed_experts` of `GenerateChoice`, if they were requested."""
 
 
 class EngineState(msgspec.Struct):

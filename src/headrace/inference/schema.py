@@ -8,6 +8,7 @@ structured outputs change the logits before that, and with them the logprobs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -81,6 +82,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """The same for the prompt tokens."""
     latents: LatentParams | None = None
     """Think in latent space, and return the latents. Embedded engine only."""
+    routed_experts: bool = False
+    """Return the experts of each token, from an engine that records them (`inference.routed_experts`)."""
 
     @property
     def truncates(self) -> bool:
@@ -160,6 +163,9 @@ class GenerateChoice(msgspec.Struct):
     """`PROCESSED` if penalties or structured outputs changed the distribution that the logprobs are of."""
     latents: bytes | None = None
     """[tokens, hidden size], little-endian float16; in JSON as base64. Rows of zeros are plain tokens."""
+    routed_experts: bytes | None = None
+    """A `.npy` file, in JSON as base64: [prompt and sampled tokens - 1, layers, experts per token], uint8 or uint16. As
+    vLLM's: zeros in layers without experts, and the last token was not computed."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -261,6 +267,8 @@ class Completion(msgspec.Struct):
     """Logprobs in the distribution that top_p and top_k leave; None if they remove nothing or are not reported."""
     latents: np.ndarray | None = None
     """[tokens, hidden size], float16, if they were requested."""
+    routes: np.ndarray | None = None
+    """[prompt and sampled tokens - 1, layers * experts per token], uint8 or uint16, sorted, if they were requested."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -294,6 +302,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[WeightVersionSpan] | None = None
     truncated_logprobs: list[float] | None = None
     latents: bytes | None = None
+    routed_experts: bytes | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -321,12 +330,28 @@ def read_completion(content: bytes) -> Completion:
         choice.finish_reason,
         choice.truncated_logprobs,
         None if choice.latents is None else np.frombuffer(choice.latents, "<f2").reshape(len(choice.token_ids), -1),
+        None if choice.routed_experts is None else read_routes(choice.routed_experts),
     )
     covered = sum(span.end - span.start for span in completion.spans)
     truncated = completion.logprobs if completion.truncated_logprobs is None else completion.truncated_logprobs
     if not len(completion.token_ids) == len(completion.logprobs) == len(truncated) == covered:
         raise ValueError("token_ids, logprobs and weight_versions have different lengths")
     return completion
+
+
+def write_routes(routes: np.ndarray, layers: int) -> bytes:
+    """Return routes, [tokens, layers * experts per token], as the content of a `.npy` file."""
+    file = BytesIO()
+    np.save(file, routes.reshape(len(routes), layers, -1))
+    return file.getvalue()
+
+
+def read_routes(content: bytes) -> np.ndarray:
+    """Return [tokens, layers * experts per token]. Raises ValueError unless the content is such a file."""
+    routes: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
+    if routes.ndim != 3 or routes.dtype.kind != "u":
+        raise ValueError(f"routed_experts has the shape {routes.shape} and the type {routes.dtype}")
+    return np.sort(routes, axis=-1).reshape(len(routes), -1)
 
 
 def read_scores(content: bytes, token_ids: Sequence[int]) -> Scores:

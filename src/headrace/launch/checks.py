@@ -30,11 +30,12 @@ from headrace.environments.data.tables import DataNotHere
 from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.inference.model_shape import ModelShape, read_shape
+from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, read_shape
 from headrace.inference.model_support import embedded_obstacle, training_obstacle
 from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
+from headrace.machine import visible_gpus
 from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.reading import filled_sources
 from headrace.runfile.run import RunConfig
@@ -160,6 +161,21 @@ def check_model_support(subject: Subject) -> Iterator[BadInput]:
     samples = isinstance(config, RunConfig) or config.evaluates
     if samples and config.inference.engine == "embedded" and (obstacle := embedded_obstacle(settings)) is not None:
         yield refused(obstacle, fix='Set inference.engine = "vllm".')
+    has_experts = any(settings.get(key) not in (None, 0, 1) for key in EXPERT_KEYS)
+    if isinstance(config, RunConfig) and config.orchestrator.routed_experts and has_experts:
+        yield from _check_routes(config)
+
+
+def _check_routes(config: RunConfig) -> Iterator[BadInput]:
+    """Check that the engine returns the experts that the trainer needs."""
+    on_cpu = config.launch.on == "local" and not visible_gpus()
+    if config.inference.engine == "vllm" and on_cpu and not config.orchestrator.client.base_url:
+        yield BadInput(
+            "vLLM returns the experts of tokens on GPUs only, and this machine has none",
+            key="trainer.router_replay",
+            value=config.trainer.router_replay,
+            fix='Set it to "off", or inference.engine = "embedded".',
+        )
 
 
 def check_own_code(subject: Subject) -> Iterator[BadInput]:

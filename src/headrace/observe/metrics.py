@@ -61,8 +61,9 @@ class MetricsLog:
     Between hosts an append is not atomic: each process has a file of its own, which the launcher collects.
     """
 
-    def __init__(self, path: Path, process: str) -> None:
-        if int(os.environ.get(HOSTS_VAR, "1")) > 1:
+    def __init__(self, path: Path, process: str, *, shared: bool = True) -> None:
+        """`shared`: other processes write the same file."""
+        if shared and int(os.environ.get(HOSTS_VAR, "1")) > 1:
             path = path.with_suffix("") / f"{process}.{uuid.uuid4().hex[:8]}.jsonl"
         self.path, self.process = path, process
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,8 @@ For a token, i is the logprob it was sampled with, e the engine's logprob of the
 and a fresh cache, t the trainer's with those weights. The difference x of each part, over a few sequences per version:
 
     engine      t - e   of the trainer's probe: the same weights in two implementations
+    routing     t - r   of the same tokens, where r is the trainer's logprob with the experts that the engine took when
+                        it sampled them: what the trainer's own choice of experts changes
     staleness   e - i   of its sequences that were sampled entirely from one older version
     decode      e - i   of completions sampled entirely from this version: decoding against scoring
     kept_kv     e - i   of completions begun with older versions and ended with this one, tokens since the last update:
@@ -34,11 +36,11 @@ from headrace.inference.schema import Completion
 from headrace.observe.metrics import Means
 from headrace.rollout.types import NOT_SAMPLED, TRUNCATED, Sample
 from headrace.rollout.version import Version
-from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import REPLAYED_LOGPROBS, TRAINER_LOGPROBS, ProbeStore
 
 log = logging.getLogger(__name__)
 
-PARTS = ("engine", "staleness", "decode", "kept_kv", "truncation")
+PARTS = ("engine", "routing", "staleness", "decode", "kept_kv", "truncation")
 PROBE_TIMEOUT_S, PROBE_TIMEOUT_SHARED_S = 60.0, 600.0
 """Timeout of a request, and if the engine may pause for a training step meanwhile."""
 MAX_CONCURRENT = 8
@@ -108,6 +110,9 @@ class Drift:
         return None if window is None else window.close()
 
     async def _score_sample(self, window: _Window, sample: Sample) -> None:
+        if REPLAYED_LOGPROBS in sample.streams:
+            own, replayed = sample.streams[TRAINER_LOGPROBS], sample.streams[REPLAYED_LOGPROBS]
+            add_part(window.means, "routing", (own - replayed)[sample.mask])
         scores = await self._score(window, sample.token_ids.tolist(), sample.temperature)
         scored = np.flatnonzero(sample.mask[: len(scores)])
         add_part(window.means, "engine", sample.streams[TRAINER_LOGPROBS][scored] - scores[scored])

@@ -112,6 +112,7 @@ class Sampler:
             None if truncated is None else np.array(truncated, np.float32),
             prompt.roles,
             completion.latents,
+            routes=completion.routes,
         )
 
 

@@ -276,6 +276,7 @@ def _sampler(
         cache_salt=lambda: str(policy.watcher.version),
         observe=drift.observe if is_observed else None,
         latents=latents,
+        routed_experts=config.routed_experts and kind is Kind.TRAIN,
     )
 
 

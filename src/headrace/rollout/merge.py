@@ -3,6 +3,9 @@
 Interleaved agents get samples of their own, and a chat template that rewrites history starts a new sample instead of
 corrupting one. A turn sampled at another temperature also starts a new sample: a sample has one temperature. So does a
 turn after one with latents: an engine reads prompts as plain tokens.
+
+A token keeps the experts by which the token after it was sampled: later turns, which compute it again, may have routed
+it differently, for example with newer weights. They add those of the last token of a turn, which it did not compute.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.rollout.types import LATENTS, NOT_SAMPLED, TRUNCATED, Sample, Turn
+from headrace.rollout.packing import join_rows
+from headrace.rollout.types import LATENTS, NOT_SAMPLED, ROUTES, TRUNCATED, Sample, Turn
 
 
 class _OpenSample:
@@ -28,6 +32,8 @@ class _OpenSample:
         self._versions: list[np.ndarray] = []
         self._truncated: list[np.ndarray] = []
         self._is_truncated = False
+        self._routes: list[tuple[int, np.ndarray | None]] = []
+        """Of all tokens but the last, in parts: their number, and their routes, if they are known."""
         self._append_unsampled(len(turn.prompt_ids))
         self._append_sampled(turn)
 
@@ -59,6 +65,8 @@ class _OpenSample:
         self._is_truncated |= turn.truncated_logprobs is not None
         # Without top-p and top-k the two are equal.
         self._truncated.append(turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs)
+        known = sum(count for count, _ in self._routes)
+        self._routes.append((self.length - 1 - known, None if turn.routes is None else turn.routes[known:]))
 
     def _append(self, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self.length += len(mask)
@@ -71,6 +79,8 @@ class _OpenSample:
         if (latents := self.last.latents) is not None:
             before = np.zeros((self.length - len(latents), latents.shape[1]), latents.dtype)
             streams[LATENTS] = np.concatenate([before, latents])
+        if (routes := join_rows([*self._routes, (1, None)], ROUTES)) is not None:
+            streams[ROUTES] = routes
         return Sample(
             np.concatenate([self.last.prompt_ids, self.last.completion_ids]),
             np.concatenate(self._masks),

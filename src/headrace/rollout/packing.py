@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headrace.rollout.balance import spread
-from headrace.rollout.types import LATENTS, NOT_SAMPLED, TOKEN_ARRAYS, Sample
+from headrace.rollout.types import LATENTS, NOT_SAMPLED, ROUTES, TOKEN_ARRAYS, Sample, no_route
 
 STREAM_DEFAULTS: dict[str, float] = {
     "advantages": 0.0,
@@ -101,6 +101,8 @@ class Bin(msgspec.Struct):
     streams: dict[str, np.ndarray]
     latents: np.ndarray | None = None
     """[tokens, hidden size], zeros where a sample has none; None if no sample has any."""
+    routes: np.ndarray | None = None
+    """[tokens, layers * experts per token], `no_route` where a sample has none; None if no sample has any."""
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -247,19 +249,25 @@ def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -
             )
             for name in sorted(names)
         },
-        latents=join_rows([(len(sample), sample.streams.get(LATENTS)) for sample in chosen]),
+        latents=join_rows([(len(sample), sample.streams.get(LATENTS)) for sample in chosen], LATENTS),
+        routes=join_rows([(len(sample), sample.streams.get(ROUTES)) for sample in chosen], ROUTES),
     )
 
 
-def join_rows(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
-    """Concatenate streams of rows, with zeros for those that are missing, given their lengths; None if all are."""
-    shapes = {rows.shape[1] for _, rows in parts if rows is not None}
-    if not shapes:
+def join_rows(parts: Sequence[tuple[int, np.ndarray | None]], stream: str) -> np.ndarray | None:
+    """Concatenate parts of a stream with a row of numbers per token, given their lengths; None if all are missing.
+
+    Missing parts are filled with zeros, those of `ROUTES` with `no_route`.
+    """
+    present = [rows for _, rows in parts if rows is not None]
+    kinds = {(rows.shape[1], rows.dtype) for rows in present}
+    if not kinds:
         return None
-    if len(shapes) > 1:
-        raise ValueError(f"samples have latents of different sizes: {sorted(shapes)}")
-    (width,) = shapes
-    return np.concatenate([np.zeros((n, width), np.float16) if rows is None else rows for n, rows in parts])
+    if len(kinds) > 1:
+        raise ValueError(f"samples have {stream} of different sizes: {sorted({width for width, _ in kinds})}")
+    ((width, dtype),) = kinds
+    fill = no_route(present[0]) if stream == ROUTES else 0
+    return np.concatenate([np.full((n, width), fill, dtype) if rows is None else rows for n, rows in parts])
 
 
 def _padding_length(tokens: int, multiple: int) -> int:

@@ -25,6 +25,10 @@ TRUNCATED = "truncated_logprobs"
 LATENTS = "latents"
 """The stream of latents, [tokens, hidden size] in float16, of a policy that thinks in latent space: what the input
 embedding of a token was blended with. A row of zeros: the plain embedding."""
+ROUTES = "routes"
+"""The stream of routes, [tokens, layers * experts per token], of a model with experts: those that each layer chose for
+the token, in ascending order; zeros in layers without experts. In uint8, or uint16 if there are more than 256 experts.
+A row of the largest number alone (`no_route`), which no layer can choose twice: the experts are not known."""
 
 ROLES = ("", "system", "user", "assistant", "tool")
 """Author of a prompt token, by index; 0 is the chat format itself and any other role."""
@@ -39,6 +43,11 @@ KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(
     np.dtype(np.float32),
 )
 """Streams that the trainer reads; it ignores other streams of a sample."""
+
+
+def no_route(routes: np.ndarray) -> int:
+    """Return the number that fills the row of a token whose experts are not known: the trainer chooses them itself."""
+    return int(np.iinfo(routes.dtype).max)
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -74,6 +83,9 @@ class Turn(msgspec.Struct, eq=False):
     """[completion tokens, hidden size]: the stream of latents; None without these."""
     mask: np.ndarray | None = None
     """Per token of the completion, whether it trains, as the environment decides; None: all do."""
+    routes: np.ndarray | None = None
+    """[tokens - 1, layers * experts per token]: the stream of routes of prompt and completion. An engine does not
+    compute the last token, so that it has no route."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -110,6 +122,12 @@ class Turn(msgspec.Struct, eq=False):
                     "give one boolean per token of the completion"
                 )
             self.mask = mask.astype(np.bool_)
+        if self.routes is not None:
+            tokens = len(self.prompt_ids) + len(self.completion_ids)
+            if self.routes.ndim != 2 or self.routes.dtype.kind != "u" or len(self.routes) != tokens - 1:
+                raise ValueError(
+                    f"a turn of {tokens} tokens has routes of shape {self.routes.shape} and type {self.routes.dtype}"
+                )
 
     @property
     def trained_tokens(self) -> int:
@@ -120,8 +138,8 @@ class Sample(msgspec.Struct):
     """One training sequence: a first prompt, then completions and the observations between them.
 
     `mask` marks the tokens that train: those of completions, except where their turn's mask is false. Every array and
-    every stream has the length of `token_ids`; a stream that the trainer does not know, and the one of
-    latents, may have a row of numbers per token. `obs_spans` rows are (start within the completion, turn
+    every stream has the length of `token_ids`; a stream that the trainer does not know, and those of
+    latents and routes, may have a row of numbers per token. `obs_spans` rows are (start within the completion, turn
     index, start within that turn's prompt, length): tokens between two completions that were not sampled.
     """
 

@@ -203,6 +203,17 @@ class RunConfig(Config):
             object.__setattr__(self, "trainer", self.trainer.model_copy(update=filled))
         return self
 
+    @model_validator(mode="after")
+    def _engine_returns_routes(self) -> RunConfig:
+        """Have the engine record experts, and the orchestrator request them, for a trainer that reads them."""
+        is_own = self.inference.engine == "embedded" and not self.orchestrator.client.base_url
+        mode = self.trainer.router_replay or ("replay" if is_own else "off")
+        object.__setattr__(self, "trainer", self.trainer.model_copy(update={"router_replay": mode}))
+        for name in ("orchestrator", "inference") if mode != "off" else ():
+            section = getattr(self, name)
+            object.__setattr__(self, name, section.model_copy(update={"routed_experts": True}))
+        return self
+
     def _longest_request(self) -> int:
         """A sample, and before it, where the policy's own engines score with hints, one as long as a response."""
         assert self.seq_len is not None

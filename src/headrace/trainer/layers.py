@@ -224,6 +224,10 @@ def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor",
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_PROGRAMS)
     # A symbolic float becomes a constant in the end, but only after the layer has been traced twice.
     torch._dynamo.config.specialize_float = True
+    # A router replaces functions of torch while it runs, which counts as a side effect; without it, checkpointed layers
+    # with experts would run uncompiled.
+    if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # Fuse the gradients of norms for all lengths: otherwise short and long rows are two programs.
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):  # not in every version of torch
         config.triton.mix_order_reduction_non_strict_mode = True

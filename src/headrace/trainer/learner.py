@@ -105,6 +105,7 @@ class Learner:
             load=from_start,
             lora=None if adapter is None else {**adapter.model_dump(exclude={"save_merged"}), "seed": config.seed},
             latents=None if latents is None else LatentParams(**latents.request),
+            router_replay=getattr(config, "router_replay", None) or "off",
         )
         settings = optim.model_dump(exclude={"type", "lr", "max_grad_norm", "offload_state"})
         self.optimizer = Optimizer(

@@ -52,8 +52,10 @@ from headrace.trainer.memory_plan import (
     make_memory_plan,
 )
 from headrace.trainer.model_files import ModelFiles, whole, write_tensors
-from headrace.trainer.packed_row import PackedRow, make_row
+from headrace.trainer.packed_row import PackedRow, make_row, prefix_keys
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.routing import Mode as RouterReplay
+from headrace.trainer.routing import Routing
 from headrace.transport.adapter import Adapter, write_adapter, write_config
 
 log = logging.getLogger(__name__)
@@ -89,13 +91,14 @@ class PackedModel:
         load: bool = True,
         lora: Mapping[str, Any] | None = None,
         latents: LatentParams | None = None,
+        router_replay: RouterReplay = "off",
     ) -> None:
         """`memory`: bytes of the GPU that a step may use, parameters included; None for the free memory.
 
         `training_bytes`: bytes of gradient and optimizer state per trained parameter on the GPU. The memory of
         `engines` on the same GPU is left to them, also before they start. `longest`: maximum tokens of a sequence.
         `load`: whether to read the directory's tensors; a checkpoint is loaded later. `latents`: how the policy thinks
-        in latent space, if it does.
+        in latent space, if it does. `router_replay`: what is done with recorded experts, see `Routing`.
         """
         self.ranks = ranks = ranks or Ranks()
         self.directory, self.device, self.dtype = directory, ranks.device, dtype
@@ -108,6 +111,7 @@ class PackedModel:
         if load:
             self._check_packing()
         _use_packed_code(self.module)
+        self.routing = Routing(self.module, router_replay)
         self._sizes = _sizes(self.module.config)
         special = special_attention(self.module)
         self.kernel = available_kernel(attention, self.device, dtype, head_size(self.module.config), special)
@@ -154,9 +158,10 @@ class PackedModel:
             log.info("%s", plan)
         return plan
 
-    def row(self, sequences: list[np.ndarray]) -> PackedRow:
-        """Pack sequences for this model's device and kernel."""
-        return make_row(sequences, self.device, self.kernel)
+    def row(self, sequences: list[np.ndarray], routes: list[np.ndarray] | None = None) -> PackedRow:
+        """Pack sequences, with the `routes` of their tokens, for this model's device and kernel."""
+        keys = None if routes is None else [prefix_keys(*pair) for pair in zip(sequences, routes, strict=True)]
+        return make_row(sequences, self.device, self.kernel, keys=keys, routes=routes)
 
     def score(
         self,
@@ -165,22 +170,34 @@ class PackedModel:
         labels: torch.Tensor,
         temperatures: torch.Tensor,
         latents: torch.Tensor | None = None,
+        *,
+        follow_routes: bool | None = None,
     ) -> Scores:
         """Return logprob and entropy of `labels`; `predictors` are the row indices that predict them.
 
-        `latents` are those of the labels, if they have any.
+        `latents` are those of the labels, if they have any. `follow_routes`: take the row's experts, by default if
+        they are replayed.
         """
         _ = self.plan
+        follow = self.routing.mode == "replay" if follow_routes is None else follow_routes
+        self.routing.set_routes(row.routes, row.token_ids, follow=follow)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return self._scorer(row, predictors, labels, temperatures, latents)  # type: ignore[no-any-return]
 
     def logprobs(
-        self, row: PackedRow, predictors: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
+        self,
+        row: PackedRow,
+        predictors: torch.Tensor,
+        labels: torch.Tensor,
+        temperatures: torch.Tensor,
+        *,
+        follow_routes: bool | None = None,
     ) -> torch.Tensor:
         """Return logprobs as `score` does, without gradients. Every rank must call it with the same row."""
         # Compiled layers run with gradients enabled: training has compiled that program already.
         with torch.set_grad_enabled(self.compiles and self.ranks.size == 1):
-            logprobs = self.score(row, predictors, labels, temperatures).logprobs.detach()
+            scores = self.score(row, predictors, labels, temperatures, follow_routes=follow_routes)
+        logprobs = scores.logprobs.detach()
         if isinstance(self._scorer, FSDPModule):
             self._scorer.reshard()  # the backward pass would do it, but there is none
         return logprobs

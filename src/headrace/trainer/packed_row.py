@@ -2,8 +2,8 @@
 
 Under causal attention a token's hidden state depends on its prefix alone, so the prompt of a group's rollouts is
 computed once; autograd sums the gradients of the sequences that share it. On a group of eight short completions this
-saves two thirds of the work, and it costs nothing if nothing is shared. Tokens with latents are shared only where their
-latents are equal, too.
+saves two thirds of the work, and it costs nothing if nothing is shared. Tokens with latents or routes are shared only
+where these are equal, too.
 
 Only attention needs whole sequences (the document mask). `VarlenSequences` describe them for variable-length kernels,
 `PaddedBlocks` for kernels on padded batches. Either is made once per row and shared by all layers.
@@ -17,6 +17,9 @@ from typing import Literal
 
 import numpy as np
 import torch
+
+from headrace.rollout.packing import join_rows
+from headrace.rollout.types import LATENTS, ROUTES, no_route
 
 Kernel = Literal["sdpa", "cudnn", "flash"]
 """The attention kernel: `sdpa` on padded blocks, the others on varlen sequences; cuDNN for a single sequence only."""
@@ -101,6 +104,8 @@ class PackedRow:
     """For each sequence, the row indices of its tokens. Tokens in no sequence are padding."""
     latents: torch.Tensor | None = None
     """[tokens, hidden size] in float16: what input embeddings are blended with; None if none is."""
+    routes: torch.Tensor | None = None
+    """[tokens, layers * experts per token]: the recorded experts, -1 where none are; None if none are recorded."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +131,18 @@ def make_row(
     *,
     keys: list[np.ndarray] | None = None,
     latents: list[np.ndarray] | None = None,
+    routes: list[np.ndarray] | None = None,
 ) -> PackedRow:
     """Pack sequences in lexicographic order, so that each shares its longest prefix with the one before.
 
-    `latents`: rows of each sequence's tokens. With these, `keys` are the `prefix_keys` of each sequence.
+    `latents` and `routes`: rows of each sequence's tokens. With these, `keys` are the `prefix_keys` of each sequence.
     """
     keys = sequences if keys is None else keys
     places = [np.zeros(0, np.int64)] * len(sequences)
     spans: list[_Span] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    rows: list[np.ndarray] = []
+    starts: dict[int, int] = {}
     size, previous, above = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
     for index in sorted(range(len(sequences)), key=lambda index: sort_key(keys[index])):
         sequence = sequences[index]
@@ -148,21 +154,28 @@ def make_row(
         places[index] = above
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
-        if latents is not None:
-            rows.append(latents[index][shared:])
+        starts[index] = shared
         size, previous = size + own, keys[index]
     padding = -size % CUDNN_LENGTH_MULTIPLE if kernel == "cudnn" and len(spans) == 1 else 0
     if padding:  # extends the one sequence, whose tokens do not attend to it
         spans = [_Span(np.arange(size + padding), 0)]
         tokens.append(np.zeros(padding, np.int64))
         positions.append(np.full(padding, size - 1))
-        if latents is not None:
-            rows.append(np.zeros((padding, latents[0].shape[1]), latents[0].dtype))
     runs = _padded_blocks(spans, size, device) if kernel == "sdpa" else _varlen_sequences(spans, device)
     token_ids = on_device(np.concatenate(tokens).astype(np.int64), device)[None]
     position_ids = on_device(np.concatenate(positions), device)[None]
-    blended = on_device(np.concatenate(rows), device) if rows else None
-    return PackedRow(token_ids, position_ids, RowLayout(kernel, max(map(len, places)), runs), places, blended)
+
+    def rows(stream: list[np.ndarray] | None, name: str) -> torch.Tensor | None:
+        own = [] if stream is None else [(len(places[i]) - start, stream[i][start:]) for i, start in starts.items()]
+        joined = join_rows([*own, (padding, None)], name)
+        if joined is not None and name == ROUTES:
+            is_free = (joined == no_route(joined)).all(1)
+            joined = joined.astype(np.int16)
+            joined[is_free] = -1
+        return None if joined is None else on_device(joined, device)
+
+    layout = RowLayout(kernel, max(map(len, places)), runs)
+    return PackedRow(token_ids, position_ids, layout, places, rows(latents, LATENTS), rows(routes, ROUTES))
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -171,12 +184,23 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def prefix_keys(token_ids: np.ndarray, latents: np.ndarray) -> np.ndarray:
-    """Return a number per token by which two prefixes are compared: equal where token and latents are, int64."""
-    keys = token_ids.astype(np.int64)
-    blended = np.flatnonzero(latents.any(1))
-    rows = np.ascontiguousarray(latents[blended]).view(np.dtype((np.void, latents.itemsize * latents.shape[1])))
-    keys[blended] += (1 + np.unique(rows, return_inverse=True)[1].ravel()) << 32
+def prefix_keys(token_ids: np.ndarray, *streams: np.ndarray | None) -> np.ndarray:
+    """Return a number per token by which two prefixes are compared: equal where token and rows of streams are.
+
+    The token ids themselves without streams, else hashes of 64 bits: sorting the rows would take seconds.
+    """
+    present = [rows for rows in streams if rows is not None]
+    if not present:
+        return token_ids
+    random = np.random.default_rng(0)
+    keys = np.zeros(len(token_ids), np.uint64)
+    for rows in (token_ids.astype(np.int64)[:, None], *present):
+        rows = np.ascontiguousarray(rows).view(np.uint8)
+        words = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8))).view(np.uint64)
+        for word in words.T:
+            # The low bits of a product depend on the low bits of its factors alone, so high bits are mixed in.
+            keys = (keys ^ word) * (random.integers(1 << 63, dtype=np.uint64) | np.uint64(1))
+            keys ^= keys >> np.uint64(29)
     return keys
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from headrace.rollout.batch import Batch, BatchSample
-from headrace.rollout.types import Sample
+from headrace.rollout.types import ROUTES, Sample
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
-from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
+from headrace.transport.batches import REPLAYED_LOGPROBS, TRAINER_LOGPROBS, ProbeStore
 
 
 def write_probe(
@@ -29,14 +29,19 @@ def write_probe(
     chosen = choose(batch.samples, version.step, tokens=tokens, seq_len=seq_len)
     if not chosen:
         return
-    logprobs = sampled_logprobs(model, [entry.sample for entry in chosen])
+    samples = [entry.sample for entry in chosen]
+    logprobs = {TRAINER_LOGPROBS: sampled_logprobs(model, samples)}
+    if model.routing.mode != "off" and all(ROUTES in sample.streams for sample in samples):
+        logprobs[REPLAYED_LOGPROBS] = sampled_logprobs(model, samples, follow_routes=True)
     if model.ranks.first:
         entries = []
-        for entry, values in zip(chosen, logprobs, strict=True):
-            mask, stream = np.zeros(len(entry.sample), np.bool_), np.zeros(len(entry.sample), np.float32)
+        for number, entry in enumerate(chosen):
+            mask = np.zeros(len(entry.sample), np.bool_)
             mask[indices := sampled_indices(entry.sample)] = True
-            stream[indices] = values
-            sample = msgspec.structs.replace(entry.sample, mask=mask, streams={TRAINER_LOGPROBS: stream})
+            streams = {name: np.zeros(len(mask), np.float32) for name in logprobs}
+            for name, stream in streams.items():
+                stream[indices] = logprobs[name][number]
+            sample = msgspec.structs.replace(entry.sample, mask=mask, streams=streams)
             entries.append(msgspec.structs.replace(entry, sample=sample))
         probes.write(version, entries)
 
@@ -69,10 +74,18 @@ def sampled_indices(sample: Sample) -> np.ndarray:
     return np.flatnonzero(sampled)
 
 
-def sampled_logprobs(model: PackedModel, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Return for each sample the logprobs of its sampled tokens at its temperature, in one forward pass."""
+def sampled_logprobs(model: PackedModel, samples: Sequence[Sample], *, follow_routes: bool = False) -> list[np.ndarray]:
+    """Return for each sample the logprobs of its sampled tokens at its temperature, in one forward pass.
+
+    `follow_routes`: with the experts that were recorded when they were sampled.
+    """
     targets = [sampled_indices(sample) for sample in samples]
-    row = model.row([s.token_ids[: indices[-1]] for s, indices in zip(samples, targets, strict=True)])
+
+    def inputs(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        return [array[: indices[-1]] for array, indices in zip(arrays, targets, strict=True)]
+
+    routes = inputs([sample.streams[ROUTES] for sample in samples]) if follow_routes else None
+    row = model.row(inputs([sample.token_ids for sample in samples]), routes)
 
     def flat(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(model.device)
@@ -82,6 +95,7 @@ def sampled_logprobs(model: PackedModel, samples: Sequence[Sample]) -> list[np.n
         flat([places[indices - 1] for places, indices in zip(row.places, targets, strict=True)]),
         flat([s.token_ids[indices].astype(np.int64) for s, indices in zip(samples, targets, strict=True)]),
         flat([np.full(len(indices), s.temperature, np.float32) for s, indices in zip(samples, targets, strict=True)]),
+        follow_routes=follow_routes,
     )
     ends = np.cumsum([len(indices) for indices in targets])
     return np.split(logprobs.float().cpu().numpy(), ends[:-1])

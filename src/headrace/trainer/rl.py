@@ -88,6 +88,7 @@ class RlTrainer:
         self.metrics = MetricsLog(run.metrics, "trainer")
         if learner.ranks.first:
             write_platform(run.platform, learner.platform)
+        self.routers = MetricsLog(run.routers, "trainer", shared=False)
         if learner.model.compiles and on_gpu and learner.state.step < learner.max_steps:
             status.set("compiling")  # ahead of the first step, without the device lock: engines start meanwhile
             start = time.monotonic()
@@ -199,6 +200,10 @@ class RlTrainer:
         record = {**self.learner.metrics(result, lr, self.watch.total()), **self.watch.laps}
         if self.learner.ranks.first:
             self.metrics.log(step, {**record, **result.histograms})
+            if result.routing:
+                self.routers.log(
+                    step, {f"router/{name}": list(layers.values()) for name, layers in result.routing.items()}
+                )
         speed = record["perf/trained_tokens_per_second"]
         self.status.set(step=step, tokens_per_second=speed)
         log.info("step %d: loss %.4f, %.0f tokens/s", step, record.get("loss", 0.0), speed)

@@ -9,7 +9,7 @@ the same in any mixture.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.packed_row import on_device
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.reference import ReferenceWeights
+from headrace.trainer.routing import RoutingMetrics, over_layers
 from headrace.trainer.tokens import COMPONENTS, PENALTIES, MicroBatch, StepTokens, TokenTrace
 
 MICRO_BATCH_TOKENS = 16384
@@ -45,6 +46,8 @@ class StepResult:
     """As they are recorded: `histogram/ratio`, if there are policy gradients."""
     trace: TokenTrace | None = None
     """Per-token values, if `traced`."""
+    routing: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Metrics of routers by layer; empty without experts."""
 
 
 class TrainStep:
@@ -91,7 +94,7 @@ class TrainStep:
         if penalized and not self._score_by_reference(tokens, row_tokens, stopped, on_micro_batch):
             return None
         groups = tokens.cut(row_tokens)
-        sums = _Sums()
+        sums, routing = _Sums(), RoutingMetrics()
         trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
         # Every rank runs the same number of micro-batches, at least one, since they run collectives.
@@ -104,11 +107,13 @@ class TrainStep:
             group = groups[number] if number < len(groups) else []
             batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
             loss = self._loss(tokens, batch, counts, self._env_masks(tokens, batch, envs), sums, trace)
+            routing.add(self.model.routing.statistics)
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
         without_padding = int(tokens.lengths[tokens.sources != NO_SAMPLE].sum())
         trained, computed = self.ranks.sum([without_padding, computed])
-        metrics = sums.means(self.ranks)
+        by_layer = routing.by_layer(self.ranks)
+        metrics = sums.means(self.ranks) | over_layers(by_layer)
         if len(set(envs)) == 1:  # then its metrics are those of all
             metrics |= {f"{name}/{envs[0]}": metrics[name] for name in ("loss", "entropy") if name in metrics}
         on_gradients()
@@ -119,7 +124,7 @@ class TrainStep:
                 f"the optimizer ran out of memory, and some parameters may have changed already: {error}. Keep its "
                 "state in CPU memory (trainer.optim.offload_state), or leave it more room (inference.kv_cache_gb)"
             ) from error
-        return StepResult(metrics, grad_norm, trained, computed, sums.histograms(self.ranks), trace)
+        return StepResult(metrics, grad_norm, trained, computed, sums.histograms(self.ranks), trace, by_layer)
 
     def _score_by_reference(
         self, tokens: StepTokens, row_tokens: int, stopped: Callable[[], bool], progress: Callable[[int, int], None]

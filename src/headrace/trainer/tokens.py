@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.rollout.packing import STREAM_DEFAULTS, Bin, join_rows
+from headrace.rollout.types import LATENTS, ROUTES
 from headrace.trainer.loss import PackedInputs
 from headrace.trainer.packed_row import (
     Kernel,
@@ -67,9 +68,11 @@ class StepTokens:
             for name, default in STREAM_DEFAULTS.items()
             if any(name in b.streams for b in bins)
         }
-        self.latents = join_rows([(len(bin.mask), bin.latents) for bin in bins])
+        self.latents = join_rows([(len(bin.mask), bin.latents) for bin in bins], LATENTS)
         """[tokens, hidden size]; None for a policy that thinks in tokens alone."""
-        self._prefix_keys = self.token_ids if self.latents is None else prefix_keys(self.token_ids, self.latents)
+        self.routes = join_rows([(len(bin.mask), bin.routes) for bin in bins], ROUTES)
+        """[tokens, layers * experts per token]; None without routes."""
+        self._prefix_keys = prefix_keys(self.token_ids, self.latents, self.routes)
         self.members = self._members()
         self.scored = np.logical_or.reduce(list(self.members.values()))
 
@@ -86,12 +89,12 @@ class StepTokens:
     def without_reference(self) -> StepTokens:
         """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty.
 
-        The reference thinks in tokens alone.
+        The reference thinks in tokens alone. It takes the policy's experts, so that equal weights have no divergence.
         """
         reference = self.streams.setdefault("kl_logprobs", np.full(len(self), np.nan, np.float32))
         penalized = np.logical_or.reduce([self.members[penalty] for penalty in PENALTIES])
         lacking = copy(self)
-        lacking.latents, lacking._prefix_keys = None, self.token_ids
+        lacking.latents, lacking._prefix_keys = None, prefix_keys(self.token_ids, self.routes)
         lacking.scored = penalized & np.isnan(reference)
         return lacking
 
@@ -165,10 +168,9 @@ class StepTokens:
             parts = [self._of(index, values)[: each[-1]] for index, each in zip(group, targets, strict=True)]
             return parts or [values[:1]]
 
-        keys = latents = None
-        if self.latents is not None:
-            keys, latents = inputs(self._prefix_keys), inputs(self.latents)
-        row = make_row(inputs(self.token_ids), device, kernel, keys=keys, latents=latents)
+        keys = None if self._prefix_keys is self.token_ids else inputs(self._prefix_keys)
+        latents, routes = (None if rows is None else inputs(rows) for rows in (self.latents, self.routes))
+        row = make_row(inputs(self.token_ids), device, kernel, keys=keys, latents=latents, routes=routes)
         if group:
             predictors = np.concatenate([places[each - 1] for places, each in zip(row.places, targets, strict=True)])
             scored = np.concatenate([self.starts[index] + each for index, each in zip(group, targets, strict=True)])

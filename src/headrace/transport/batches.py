@@ -20,7 +20,7 @@ from headrace.transport.announcements import announce, names
 from headrace.transport.files import STEP, check_regular, sync, write_atomically
 from headrace.transport.journal_entries import FileRecord
 
-TRAINER_LOGPROBS = "trainer_logprobs"
+TRAINER_LOGPROBS, REPLAYED_LOGPROBS = "trainer_logprobs", "replayed_logprobs"
 """The stream of a probe's samples: logprobs by the trainer with the weights of the probe's version."""
 KEEP_LAST_PROBES = 4
 """Probes on disk: the engine has one of the newest versions or loads it next."""
@@ -119,7 +119,8 @@ class BatchStore:
 class ProbeStore:
     """The `probes/` directory of a run: a few sequences of each step with the trainer's logprobs, to measure drift.
 
-    A probe is a batch whose samples have one stream; the mask marks the tokens that have a logprob. It is written
+    A probe is a batch whose samples have the trainer's logprobs as a stream, and those with replayed experts, if there
+    are any, as a second one; the mask marks the tokens that have a logprob. It is written
     before the weights of its version are published, so that it exists when an engine has loaded them.
     """
 

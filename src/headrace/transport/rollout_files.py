@@ -40,6 +40,7 @@ from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import (
     KNOWN_STREAMS,
     LATENTS,
+    ROUTES,
     TOKEN_ARRAYS,
     TRUNCATED,
     Rollout,
@@ -280,8 +281,12 @@ def _sample_lists(rollouts: Sequence[Rollout]) -> pa.Array:
 
 
 def _other_streams(samples: Sequence[Sample]) -> pa.Array:
-    """Return a map by name of the streams that have no column of their own, per sample."""
-    others = [[item for item in sample.streams.items() if item[0] not in _STREAM_COLUMNS] for sample in samples]
+    """Return a map by name of the streams that have no column of their own, per sample.
+
+    Without routes, which would be most of the file: only the trainer reads them, from its batch.
+    """
+    left_out = {*_STREAM_COLUMNS, ROUTES}
+    others = [[item for item in sample.streams.items() if item[0] not in left_out] for sample in samples]
     names = _strings([name for items in others for name, _ in items])
     values = _lists([values.ravel() for items in others for _, values in items], pa.float64())
     return pa.MapArray.from_arrays(_offsets([len(items) for items in others]), names, values, type=_OTHER_STREAMS)

@@ -23,6 +23,7 @@ class RunDir:
         self.logs = root / "logs"
         self.status = root / "status"
         self.metrics = root / "metrics.jsonl"
+        self.routers = root / "routers.jsonl"
         self.heartbeat = root / "heartbeat.json"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from headrace.inference.backend import (
@@ -37,11 +38,13 @@ from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, 
 from headrace.inference.embedded.cuda import make_cuda_runner
 from headrace.inference.embedded.grammar import Grammars
 from headrace.inference.embedded.request import Request, Weights
+from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.embedded.stop_strings import Decode, StopStrings
+from headrace.inference.experts import find_routers
 from headrace.inference.latents import GATES
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import SamplingParams, write_routes
 from headrace.inference.weights.file_layout import as_in_files
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import BaseWeights, PublishedWeights, install, read_published
@@ -78,12 +81,14 @@ class Engine:
         grammars: Grammars | None = None,
         compile: bool = True,
         graphs: bool = True,
+        routed_experts: bool = False,
     ) -> None:
         """`base` is the directory that the model was loaded from: published adapters are merged with its files.
 
         Without `kv_blocks` the KV cache fits `max_running` requests of `max_model_len`. Stop strings are searched in
         the text that `decode` returns, without `special_tokens`. `grammars` compiles structured outputs. `compile`
-        fuses or compiles layers; `graphs` captures decode steps as CUDA graphs.
+        fuses or compiles layers; `graphs` captures decode steps as CUDA graphs. `routed_experts`: store the experts
+        of each token, for requests that want them; of a model without experts there are none.
         """
         model.eval()
         self.model = model
@@ -104,6 +109,9 @@ class Engine:
         longest = blocks_for(max_model_len)
         blocks = 1 + max(longest, max_running * longest if kv_blocks is None else kv_blocks)
         self.adapters = Adapters(model)
+        self._returns_routes = routed_experts
+        routers = find_routers(model) if routed_experts else []
+        self.routes = RouteCache(model, routers, blocks) if routers else None
         runner: Runner | None = None
         if self.device.type == "cuda":
             runner = make_cuda_runner(
@@ -115,8 +123,9 @@ class Engine:
                 compile=compile,
                 graphs=graphs,
                 seed=seed,
+                routes=self.routes,
             )
-        self.runner: Runner = runner or PlainRunner(model, blocks, self.adapters, fuse=compile)
+        self.runner: Runner = runner or PlainRunner(model, blocks, self.adapters, fuse=compile, routes=self.routes)
         self.scheduler = Scheduler(
             BlockManager(blocks),
             max_running=max_running,
@@ -170,6 +179,9 @@ class Engine:
             if self._grammars is None:
                 raise InvalidRequest("this engine has no tokenizer to match a grammar with", key="structured_outputs")
             matcher = self._grammars.matcher(params.structured_outputs)
+        if params.routed_experts and not self._returns_routes:
+            fix = "Start the server with inference.routed_experts = true, or leave them out."
+            raise InvalidRequest("this engine does not record them", key="routed_experts", fix=fix)
         max_new_tokens = self.max_model_len - len(token_ids)
         if params.max_tokens is not None:
             max_new_tokens = min(max_new_tokens, params.max_tokens)
@@ -277,6 +289,7 @@ class Engine:
             if self.kv_on_update == "keep" and request.is_verified:
                 request.start_span(self.version)
             else:
+                self._keep_routes(request)
                 self.scheduler.recompute(request, self._weights)
 
     @property
@@ -349,9 +362,24 @@ class Engine:
                 self._end_with(request, error)
         self.scheduler.release_from_quarantine(output.requests)
         for request in finished:
+            routes = self._routes_of(request)
             self.scheduler.remove(request)
             self.finished[request.finish_reason] += 1
-            request.finish()
+            request.finish(routes)
+
+    def _keep_routes(self, request: Request) -> None:
+        """Copy the routes by which the tokens of a request were sampled, before it is computed again."""
+        last = request.prompt_length + len(request.logprobs) - 1  # it has not been computed yet
+        if self.routes is not None and request.params.routed_experts and request.has_sampled:
+            known = sum(map(len, request.routes))
+            if known < last <= request.computed:
+                request.routes.append(self.routes.read(request.blocks, known, last))
+
+    def _routes_of(self, request: Request) -> bytes | None:
+        if self.routes is None or not request.params.routed_experts:
+            return None
+        self._keep_routes(request)
+        return write_routes(np.concatenate(request.routes), self.model.config.get_text_config().num_hidden_layers)
 
     def _isolate(self, requests: list[Request], error: Exception) -> None:
         """Handle a failed forward: fail its only request, or compute each of several alone to find the one at fault."""

@@ -91,6 +91,8 @@ class Request:
         """Of each sampled token, float16; zeros after the thoughts."""
         self.is_thinking = params.latents is not None
         """Whether the next token gets a latent, unless it completes the text that ends the thoughts."""
+        self.routes: list[np.ndarray] = []
+        """Routes of its first tokens that a new version of the weights would have overwritten."""
         self._no_latent = np.zeros(hidden_size, np.float16)
         self._noise: np.ndarray | None = None
         self.prompt_logprobs: list[float] | None = None
@@ -282,7 +284,7 @@ class Request:
         self.is_done = True
         self.future.set_exception(error)
 
-    def finish(self) -> None:
+    def finish(self, routed_experts: bytes | None = None) -> None:
         self.is_done = True
         sampled = self.tokens[self.prompt_length :]
         last = sampled[-1]
@@ -302,5 +304,6 @@ class Request:
                 cached_tokens=self.cached_tokens,
                 latents=None if self.latents is None else b"".join(row.tobytes() for row in self.latents),
                 logprobs_mode=self.params.logprobs_mode,
+                routed_experts=routed_experts,
             )
         )

@@ -6,7 +6,8 @@ CPUs use; `cuda` has the one for GPUs. The engine appends the sampled tokens to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
 from headrace.inference.embedded.kv_window import KVWindow
 from headrace.inference.embedded.logits_processing import process_logits
 from headrace.inference.embedded.request import Latent, Request
+from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.sampling import sample, scaled_logprobs, top_tokens
 from headrace.inference.embedded.scheduler import Chunk, StepPlan
 from headrace.inference.latents import expected_embeddings, gaussian_logprobs, input_embeddings, noise_scale
@@ -82,6 +84,12 @@ class FinishedStep(NamedTuple):
         return 0.0
 
 
+class BlockStore(Protocol):
+    """Something that has a part for each block."""
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+
 class Runner(Protocol):
     """Computes planned steps, and owns the KV cache; the model attends through it from its construction on."""
 
@@ -117,8 +125,11 @@ class PlainRunner:
     max_prefill_tokens = PADDED_PREFILL_TOKENS
     max_wait_steps = 0
 
-    def __init__(self, model: Any, blocks: int, adapters: Adapters, *, fuse: bool = True) -> None:
+    def __init__(
+        self, model: Any, blocks: int, adapters: Adapters, *, fuse: bool = True, routes: RouteCache | None = None
+    ) -> None:
         """`fuse`: run decoder layers with the CPU kernels, if they support the model."""
+        self._routes = routes
         model.set_attn_implementation(ATTENTION)
         self._model = model
         self._device: torch.device = model.device
@@ -145,15 +156,17 @@ class PlainRunner:
         self.cache.prepare(batch, unverified_blocks)
         unverified_blocks.clear()
         self._adapters.prepare(batch.chunks, batch.ids)
-        logits = self._model(
-            **token_inputs(self._model, batch.chunks, batch.ids),
-            position_ids=batch.positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(kept, device=self._device, dtype=torch.long),
-            paged=self.cache,
-        ).logits[0]
-        requests, logits = finish_prefill(plan, scored, last, logits, self.cache.copy_blocks)
+        with nullcontext() if self._routes is None else self._routes.recording(batch.slots):
+            logits = self._model(
+                **token_inputs(self._model, batch.chunks, batch.ids),
+                position_ids=batch.positions[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=torch.tensor(kept, device=self._device, dtype=torch.long),
+                paged=self.cache,
+            ).logits[0]
+        stores = [store for store in (self.cache, self._routes) if store is not None]
+        requests, logits = finish_prefill(plan, scored, last, logits, stores)
         if not requests:
             return FinishedStep(NO_OUTPUT)
         logits = process_logits(logits, requests, masks)
@@ -217,18 +230,19 @@ def finish_prefill(
     scored: list[tuple[Chunk, int]],
     last: dict[Request, int],
     logits: Tensor,
-    copy_blocks: Callable[[Sequence[int], Sequence[int]], None],
+    stores: Sequence[BlockStore],
 ) -> tuple[list[Request], Tensor]:
     """Store prompt logprobs, complete duplicate prompts, and return the requests to sample for with their logits.
 
-    `scored`, `last` and `logits` are those of `find_logit_rows`.
+    `scored`, `last` and `logits` are those of `find_logit_rows`. `stores` have the blocks.
     """
     store_prompt_logprobs(scored, logits)
     partial = [
         (first.blocks[-1], second.blocks[-1]) for first, second in plan.duplicates if len(second.tokens) % BLOCK_SIZE
     ]
     if partial:
-        copy_blocks(*zip(*partial, strict=True))
+        for store in stores:
+            store.copy_blocks(*zip(*partial, strict=True))
     for first, second in plan.duplicates:
         last[second] = last[first]
     rows = [*last.values()]

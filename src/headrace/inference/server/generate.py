@@ -106,6 +106,7 @@ def _final_choice(
         logprobs_mode=None if body.sampling_params.logprobs is None else result.logprobs_mode,
         truncated_logprobs=None if body.sampling_params.logprobs is None else result.truncated_logprobs,
         latents=result.latents,
+        routed_experts=result.routed_experts,
     )
 
 

@@ -148,6 +148,7 @@ class VllmGeneration:
             prompt_top_logprobs=prompt_tops,
             cached_tokens=response.cached_tokens,
             logprobs_mode=self.params.logprobs_mode,
+            routed_experts=choice.routed_experts if self.params.routed_experts else None,
         )
 
     def _stop_reason(self, reason: str, choice: wire.Choice, tokens: list[int]) -> int | str | None:

@@ -29,7 +29,7 @@ RESERVED_ARGUMENTS = frozenset(
         *("--logprobs-mode", "--max-logprobs", "--scheduling-policy", "--worker-extension-cls"),
         *("--tensor-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-seqs"),
         "--enable-expert-parallel",
-        *("--speculative-config", "--enable-lora"),
+        *("--speculative-config", "--enable-lora", "--enable-return-routed-experts"),
     }
 )
 """Arguments that `inference.vllm.args` may not contain: other keys set them, or Headrace does not support them."""
@@ -132,6 +132,7 @@ def arguments(
         "--trust-remote-code": config.model.trust_remote_code,
         "--enable-lora": rank is not None,
         "--enable-expert-parallel": vllm.expert_parallel,
+        "--enable-return-routed-experts": config.routed_experts,
         "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching": True,
     }
     pairs = [word for name, value in options.items() if value is not None for word in (name, str(value))]

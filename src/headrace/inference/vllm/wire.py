@@ -63,6 +63,8 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[WeightVersionSpan] | None = None
+    routed_experts: bytes | None = None
+    """Where vLLM records them: a `.npy` file, as in `GenerateChoice`."""
 
 
 class _Details(msgspec.Struct):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import Failure
-from headrace.rollout.types import TOKEN_ARRAYS, Sample
+from headrace.rollout.types import ROUTES, TOKEN_ARRAYS, Sample
 from headrace.tools.audit.report import shortened
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import NOT_TRAINABLE, FileRecord, Outcome
@@ -134,9 +134,10 @@ def find_batch_violations(run: RunDir, damaged: Mapping[Path, str]) -> Iterator[
 
 
 def _difference(one: Sample, other: Sample) -> str:
-    """Return the name of a stream in which two samples differ; empty if they are equal."""
-    if one.streams.keys() != other.streams.keys():
+    """Return the name of a stream in which two samples differ; empty if they are equal. Routes are in batches only."""
+    names = one.streams.keys() - {ROUTES}
+    if names != other.streams.keys():
         return "streams"
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in TOKEN_ARRAYS}
-    pairs |= {name: (one.streams[name], other.streams[name]) for name in one.streams}
+    pairs |= {name: (one.streams[name], other.streams[name]) for name in names}
     return next((name for name, arrays in pairs.items() if not np.array_equal(*arrays, equal_nan=True)), "")

@@ -23,6 +23,8 @@ encoder.
 - **Experts** are stacked in memory and stored one by one in files; the conversion is transformers' own. They are
   trained by grouped matrix products. Adapters of models with experts change the attention; those with
   `target_modules = ["all-linear", "experts"]` change the experts, too, as PEFT's `target_parameters`.
+- **Router replay** (`trainer.router_replay`): the trainer's layers take the experts that the engine took, so that the
+  two agree as closely as for dense models. The embedded engine returns them, and so does vLLM (0.26 or newer) on GPUs.
 - **Capped attention scores** (Gemma 2), **attention sinks** (gpt-oss) and **compressed keys** (DeepSeek) are trained
   with `trainer.attention = "sdpa"`, which `auto` chooses for them: slower on a GPU than flash attention.
 - **Linear attention** (Qwen3.5) computes a shared prefix once per sequence.
@@ -32,10 +34,11 @@ encoder.
 
 def table() -> str:
     """Return the families as a table in Markdown."""
-    rows = [("family", "models", "experts", "training", "embedded engine")]
+    rows = [("family", "models", "experts", "training", "embedded engine", "router replay")]
     for name, family in FAMILIES.items():
         engine = f"no: {family.engine}" if family.engine else "yes"
-        rows.append((name, family.models, "yes" if family.experts else "", "yes", engine))
+        replay = ("with vLLM" if family.engine else "yes") if family.experts else ""
+        rows.append((name, family.models, "yes" if family.experts else "", "yes", engine, replay))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

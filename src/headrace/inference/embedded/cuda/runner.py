@@ -42,6 +42,7 @@ from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, Ste
 from headrace.inference.embedded.grammar import Masks, start_masks
 from headrace.inference.embedded.logits_processing import process_logits
 from headrace.inference.embedded.request import Request
+from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.runner import (
     PADDED_PREFILL_TOKENS,
     StepOutput,
@@ -79,6 +80,7 @@ class CudaRunner:
         compile: bool,
         graphs: bool,
         seed: int = 0,
+        routes: RouteCache | None = None,
     ) -> None:
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config()
@@ -90,6 +92,7 @@ class CudaRunner:
         self._model = model
         self._device: torch.device = model.device
         self._adapters = adapters
+        self._routes = routes
         self._storage = KVStorage(config.num_hidden_layers, blocks, key_heads, dim, model.dtype, self._device)
         self._storage.attach(model)
         self._flash = can_flash(model.dtype, dim, self._device, getattr(config, "attn_logit_softcapping", None))
@@ -199,7 +202,8 @@ class CudaRunner:
         kept = torch.tensor(rows, dtype=torch.long, device=self._device)
         tokens = token_inputs(self._model, step.chunks, step.ids)
         logits = self._forward(step, step.ids, step.positions, kept, plain=plain, tokens=tokens)
-        requests, logits = finish_prefill(plan, scored, last, logits, self._storage.copy_blocks)
+        stores = [store for store in (self._storage, self._routes) if store is not None]
+        requests, logits = finish_prefill(plan, scored, last, logits, stores)
         if not requests:
             return [], None
         settings = torch.tensor(
@@ -226,7 +230,8 @@ class CudaRunner:
         inputs = {"position_ids": positions[None], "logits_to_keep": kept, "use_cache": False}
         inputs |= {"input_ids": ids[None]} if tokens is None else tokens
         layers = None if plain or len(ids) == 1 else self._layers  # one token would need a program of its own
-        with current_step(step), nullcontext() if layers is None else layers.compiled():
+        recording = nullcontext() if self._routes is None else self._routes.recording(step.slots)
+        with current_step(step), recording, nullcontext() if layers is None else layers.compiled():
             logits: Tensor = self._model(**inputs).logits[0]
         return logits
 
