@@ -9,7 +9,7 @@ own, and the memory that other programs use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from headrace.inference.kv_budget import (
     choose_max_running,
     working_bytes,
 )
-from headrace.inference.model_shape import ModelShape
+from headrace.inference.model_shape import EXPERTS, ModelShape
 from headrace.launch.placement import Placement, Sharing
 from headrace.orchestrator.concurrency import INITIAL_QUEUE
 from headrace.runfile.run import RunConfig
@@ -323,8 +323,11 @@ class _Planner:
         state, copy = sum(part.size for part in parts), self._published_copy()
         reserved = self._engines().reserved_bytes(self.parameters, total) if self.placement.shares_gpu else 0
         limit = int(USED_SHARE_OF_FREE * (total - reserved - copy.size))
+        sizes = ModelSizes(**asdict(self.shape.sizes), compute_bytes=self.compute_bytes)
+        if trainer.lora is not None and EXPERTS not in trainer.lora.target_modules:
+            sizes = replace(sizes, experts_per_token=0)
         plan = make_memory_plan(
-            ModelSizes(**asdict(self.shape.sizes), compute_bytes=self.compute_bytes),
+            sizes,
             limit if trainer.memory_gb is None else int(trainer.memory_gb * 1e9),
             state=state,
             chunk=trainer.lm_head_chunk,

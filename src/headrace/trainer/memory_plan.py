@@ -4,8 +4,8 @@ Computed from the sizes in the model's config alone: the same sizes give the sam
 per byte are kept first: attention (28 us of a layer's time per MiB, measured on an H200 with 16k tokens of Qwen3-0.6B),
 then matrix products (1.7), the logits of all tokens (1.5), and last cheap operations (.7). A plan has at most two kinds
 of layers, since each kind is compiled separately; the last layers keep more: their activations are freed before those
-of the first layers are recomputed. Layers with experts keep a token's inputs and outputs once for each expert that it
-takes. Left out on purpose: offload.
+of the first layers are recomputed. Layers keep a token's inputs and outputs once for each expert that it takes, if the
+experts learn. Left out on purpose: offload.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class ModelSizes(LayerSizes):
         projections, feed_forward = queries + 2 * keys, 2 * self.intermediate_size
         full = wide * self.hidden_size
         attention = full + narrow * queries + 4 * self.num_attention_heads
-        experts = narrow * self.hidden_size * self.experts_per_token  # a token's outputs of all of its experts
-        selective = attention + narrow * (projections + self.hidden_size + feed_forward) + experts
+        selective = attention + narrow * (projections + self.hidden_size + feed_forward)
         fused = narrow * (self.hidden_size + queries + keys + self.intermediate_size)  # norms, rotation, activation
-        fused += 2 * experts  # inputs in the order of experts, outputs in that of tokens
         everything = (selective + fused + wide * self.hidden_size) * (1 if self.is_compiled else 2)
-        return {"full": full, "attention": attention, "selective": selective, False: everything}
+        outputs = narrow * self.hidden_size * self.experts_per_token  # of all experts of a token
+        everything += 3 * outputs  # inputs and outputs in the order of experts, outputs in that of tokens
+        return {"full": full, "attention": attention, "selective": selective + outputs, False: everything}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -260,6 +261,8 @@ class PackedModel:
             tokens = max(self._longest, min(MAX_ROW_TOKENS, MAX_CPU_ACTIVATION_BYTES // bytes_per_token))
             return MemoryPlan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
         sizes = ModelSizes(**self._sizes, compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
+        if not self._expert_sizes:  # the gradient of frozen experts needs no inputs
+            sizes = replace(sizes, experts_per_token=0)
         limit = self._memory
         if limit is None:
             free, total = torch.cuda.mem_get_info(self.device)
@@ -277,9 +280,14 @@ class PackedModel:
             log.warning("a step may not fit into its %.1f GiB: %s", limit / 2**30, plan)
         return plan
 
+    @property
+    def _expert_sizes(self) -> list[int]:
+        """The numbers of trained parameters in each stack of experts."""
+        return [p.numel() for p in self.module.parameters() if p.ndim == 3 and p.requires_grad]
+
     def _expert_copies(self) -> int:
         """Return the bytes of trained experts in the compute type, and of the largest gradient before it is added."""
-        sizes = [p.numel() for p in self.module.parameters() if p.ndim == 3 and p.requires_grad]
+        sizes = self._expert_sizes
         kept = 0 if self.compiles or self.dtype == torch.float32 else self.dtype.itemsize * sum(sizes)
         return kept + (4 + 2 * self.dtype.itemsize) * max(sizes, default=0)
 
