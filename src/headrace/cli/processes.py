@@ -33,6 +33,7 @@ from headrace.launch.saved_config import read_run, read_sampled_run, run_directo
 from headrace.machine import frozen_imports, keep_compiled_kernels
 from headrace.observe.prometheus import exporting_records
 from headrace.observe.status import Status, is_up, setup_logging
+from headrace.observe.tracing import tracing
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
 from headrace.text.hub import model_directory
@@ -121,6 +122,7 @@ def run_orchestrator(arguments: argparse.Namespace) -> int:
     with (
         process("orchestrator", run) as status,
         exporting_records(config.prometheus, run, status),
+        tracing(config.otel, run, "orchestrator"),
         forwarding(run, config.wandb, config.tensorboard, config.trackio),
     ):
         shares_device = arguments.sharing == "alternate"

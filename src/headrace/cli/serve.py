@@ -22,6 +22,7 @@ from headrace.launch.saved_config import read_run, read_sampled_run
 from headrace.machine import frozen_imports, keep_compiled_kernels
 from headrace.observe.prometheus import exporting
 from headrace.observe.status import setup_logging
+from headrace.observe.tracing import tracing
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
@@ -82,9 +83,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
         return 0
     with process(arguments.name or "inference", run) as status:
         shared = colocated_trainer(Path(arguments.target), run, arguments.sharing) if arguments.sharing else None
-        prometheus = read_sampled_run(Path(arguments.target)).prometheus
-        export = partial(exporting, prometheus, run, status.current.process)
-        serve(config, status=status, run=run, shared=shared, engine=engine, export=export)
+        of_run = read_sampled_run(Path(arguments.target))
+        export = partial(exporting, of_run.prometheus, run, status.current.process)
+        with tracing(of_run.otel, run, status.current.process):
+            serve(config, status=status, run=run, shared=shared, engine=engine, export=export)
     return 0
 
 

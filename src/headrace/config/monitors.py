@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides its own files: `[wandb]`, `[tensorboard]`, `[trackio]` and `[prometheus]`."""
+"""Where a run's metrics go besides its own files: `[wandb]`, `[tensorboard]`, `[trackio]`, `[prometheus]`, `[otel]`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.config.base import Config
+from headrace.config.model import HttpUrl
 
-MONITORS = ("wandb", "tensorboard", "trackio", "prometheus")
+MONITORS = ("wandb", "tensorboard", "trackio", "prometheus", "otel")
 """The sections of a run file that change nothing of what a run does."""
 
 
@@ -63,3 +64,12 @@ class PrometheusConfig(Config):
     port: int = Field(0, ge=0, le=65535)
     """Each process listens on the first free port from this one on; 0: on any free port. `prometheus/targets` in the
     run's directory has the addresses, for `file_sd_configs` of Prometheus."""
+
+
+class OtelConfig(Config):
+    enabled: bool = True
+    """Whether episodes are traced."""
+    endpoint: HttpUrl = "http://127.0.0.1:4318/v1/traces"
+    """The URL of a collector that takes OTLP over HTTP."""
+    share: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of the episodes that are traced, chosen at random."""

@@ -13,7 +13,7 @@ from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, RendererConfig
-from headrace.config.monitors import PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
+from headrace.config.monitors import OtelConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.config.orchestrator import (
     NOTHING_EVALUATED,
     EvalConfig,
@@ -184,6 +184,8 @@ class OfflineConfig(TrainingConfig):
     """Write metrics to trackio's database; unset: no."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of each process to Prometheus; unset: no."""
+    otel: OtelConfig | None = None
+    """Send OpenTelemetry traces of episodes; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     def problems(self) -> Iterator[InvalidValue]:

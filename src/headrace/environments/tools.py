@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.environments.base import ToolCall
+from headrace.observe import tracing
 
 if TYPE_CHECKING:  # a tenth of a second to import, which only environments with tools need
     import pydantic
@@ -61,7 +62,8 @@ async def run_call(tools: dict[str, Tool], call: ToolCall) -> tuple[str, bool]:
         if call.name not in tools:
             named = repr(call.name) if is_plain(call.name) else "of that name"
             raise ToolError(f"there is no tool {named}; there is {', '.join(tools) or 'none'}")
-        content, succeeded = await tools[call.name](call.arguments), True
+        with tracing.span("tool", tool=call.name):
+            content, succeeded = await tools[call.name](call.arguments), True
     except ToolError as error:
         content, succeeded = f"Error: {error}", False
     return content.encode(errors="replace").decode(), succeeded  # a tool may return lone surrogates

@@ -22,6 +22,7 @@ from headrace.environments.child_process import describe_exit, kill_group, paren
 from headrace.environments.fault import CANCELLED_ITSELF, Fault
 from headrace.environments.worker import SCHEMA, Scores
 from headrace.errors import Failure
+from headrace.observe import tracing
 from headrace.rollout.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ class Job:
     def __init__(self, context: Context | None) -> None:
         self.context = context
         self.chats: set[asyncio.Task[Any]] = set()
+        self.trace = tracing.headers()
         self.chat_errors: dict[int | None, BaseException] = {}
 
     def end(self) -> None:
@@ -346,7 +348,8 @@ class WorkerProcess:
             raise RuntimeError("the episode has ended")
         job.chats.add(chat)
         try:
-            return await job.context.chat(messages, tools, max_tokens)
+            with tracing.continued(job.trace):
+                return await job.context.chat(messages, tools, max_tokens)
         except (Exception, asyncio.CancelledError) as error:
             job.chat_errors[call.number] = error
             raise

@@ -36,6 +36,7 @@ from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
 from headrace.machine import visible_gpus
+from headrace.observe.tracing import check_installed
 from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.reading import filled_sources
 from headrace.runfile.run import RunConfig
@@ -114,6 +115,14 @@ def check_output_dir(subject: Subject) -> Iterator[BadInput]:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         fact = f"{existing} is not writable" if existing.is_dir() else f"{existing} is a file"
         yield BadInput(fact, key="output_dir", value=path, fix="Choose another directory.")
+
+
+def check_monitors(subject: Subject) -> Iterator[BadInput]:
+    """Check that the packages of the configured monitors are installed."""
+    try:
+        check_installed(subject.config.otel)
+    except BadInput as error:
+        yield error
 
 
 def check_model(subject: Subject) -> Iterator[BadInput]:
@@ -261,6 +270,7 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
 
 CHECKS: tuple[Check, ...] = (
     check_output_dir,
+    check_monitors,
     check_model,
     check_model_support,
     check_own_code,

@@ -13,6 +13,7 @@ import msgspec
 from renderers.base import Renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
+from headrace.observe import tracing
 from headrace.rollout.types import Message, Turn
 from headrace.text.completion import CompletionParser
 from headrace.text.messages import InvalidMessage, check_messages
@@ -161,7 +162,8 @@ class Conversation:
         if max_tokens is not None:
             limit = min(limit, max_tokens)
         request = TurnRequest(prompt, messages, tools, limit, self._session, name, _count_calls(messages))
-        reply = await self._source.reply(request)
+        with tracing.span("turn", prompt_tokens=len(prompt.ids), max_tokens=limit):
+            reply = await self._source.reply(request)
         hashes[-1].update(encode(reply.message))
         self._replies.setdefault(hashes[-1].digest(), []).append((reply.message, reply.turn))
         return reply

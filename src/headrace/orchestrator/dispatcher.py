@@ -20,6 +20,7 @@ import msgspec
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.fault import CANCELLED_ITSELF, fault_of
 from headrace.inference.client.errors import EngineCallError
+from headrace.observe import tracing
 from headrace.orchestrator.signals import Arrival, Episode
 from headrace.rollout.checks import check_rollout, checked_rollouts
 from headrace.rollout.types import Rollout, RolloutError, Task
@@ -147,8 +148,13 @@ class Dispatcher:
     # -- one episode ----------------------------------------------------------------------------------------------
 
     async def _run(self, episode: Episode, runner: EpisodeRunner) -> list[Rollout]:
-        """Return the processed rollouts of an episode; any failure but cancellation becomes a rollout with an error."""
         await self._limiter.wait()
+        names = {"env": episode.env, "task": episode.group.task.key, "kind": episode.kind, "episode": episode.name}
+        with tracing.episode_span(episode.group.id, **names):
+            return await self._run_traced(episode, runner)
+
+    async def _run_traced(self, episode: Episode, runner: EpisodeRunner) -> list[Rollout]:
+        """Return the processed rollouts of an episode; any failure but cancellation becomes a rollout with an error."""
         context = runner.contexts.open(episode.group.id, episode.name)
         task = episode.group.task
         try:

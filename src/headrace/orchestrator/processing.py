@@ -27,6 +27,7 @@ from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.errors import Failure
 from headrace.inference.client.reference import ReferenceFailed
+from headrace.observe import tracing
 from headrace.orchestrator.batch_metrics import epoch_metrics
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
@@ -189,7 +190,8 @@ class TrainProcessing:
         if not scored.rollouts:
             return scored
         try:
-            await self._credit(task, scored.rollouts, scored)
+            with tracing.credit_spans(scored.group.id, algorithm=name_of(type(self._algorithms[task.env]))):
+                await self._credit(task, scored.rollouts, scored)
             if gate is not None and not gate.keeps([RolloutView(rollout, task) for rollout in scored.rollouts]):
                 scored.filter_hits[f"curriculum/{task.env}/gated"] = 1
                 scored.dropped += [(rollout, GATED) for rollout in scored.rollouts]

@@ -14,7 +14,7 @@ from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig
-from headrace.config.monitors import PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
+from headrace.config.monitors import OtelConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.config.trainer import ReferenceConfig, TrainerConfig
 from headrace.errors import InvalidValue, shown_value
@@ -87,6 +87,8 @@ class RunConfig(Config):
     """Write metrics to trackio's database; unset: no."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of each process to Prometheus; unset: no."""
+    otel: OtelConfig | None = None
+    """Send OpenTelemetry traces of episodes; unset: no."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @classmethod

@@ -25,6 +25,7 @@ from headrace.environments.rewards.base import (
 )
 from headrace.environments.sandbox import CallFailed, CallTimeout
 from headrace.environments.time_limit import Limited, OutOfTime
+from headrace.observe import tracing
 
 FAILED = "reward_failed"
 TIMED_OUT = "reward_timeout"
@@ -130,7 +131,8 @@ class Rewards:
     async def _call(self, name: str, *args: Any, **columns: Any) -> Any:
         """Return what the reward returns, or a `RewardFailure`."""
         try:
-            return await self._calls[name](*args, **columns)
+            with tracing.span("reward", reward=name):
+                return await self._calls[name](*args, **columns)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():

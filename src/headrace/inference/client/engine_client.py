@@ -47,6 +47,7 @@ from headrace.inference.schema import (
     read_completion,
     read_scores,
 )
+from headrace.observe import tracing
 from headrace.rollout.batch import SCHEMA
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import Endpoint, EndpointReader
@@ -219,7 +220,8 @@ class EngineClient:
         """Make one request and record its outcome. A timeout is not recorded: /health shows whether the engine runs."""
         engine.in_flight += 1
         try:
-            result = await self._request(engine.url, route, body, decode, self._timeout, session=session)
+            with tracing.span("generate", engine=engine.url):
+                result = await self._request(engine.url, route, body, decode, self._timeout, session=session)
         except EngineUnavailable as error:
             self._pool.record_unreachable(engine, str(error), time.monotonic())
             raise
@@ -341,6 +343,8 @@ class EngineClient:
                 self._calls[engine].add(until_lost)
             key = engine.endpoint.admin_key if admin else engine.endpoint.api_key
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        if route != HEALTH_ROUTE:  # polls belong to no episode
+            headers |= tracing.headers()
         if session is not None:  # hashed, since a session may have any name
             headers[SESSION_HEADER] = f"{zlib.crc32(session.encode()):08x}"
         method = "POST" if admin or body is not None else "GET"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.inference.backend import EngineState
+from headrace.observe import tracing
 from headrace.observe.exposition import Histogram, head, sample
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -56,7 +57,8 @@ class Measured:
             await send(message)
 
         try:
-            await self._app(scope, receive, counting)
+            with tracing.server_span(scope["headers"], route):
+                await self._app(scope, receive, counting)
         finally:
             self._metrics.seconds.observe(time.monotonic() - began)
 
