@@ -110,7 +110,7 @@ def test_every_metric_of_a_recorded_run_is_valid_and_follows_the_conventions() -
 def test_nothing_listens_unless_it_is_configured(run: RunDir, status: Status) -> None:
     for config in (None, PrometheusConfig(enabled=False)):
         with exporting_records(config, run, status):
-            assert not run.prometheus_targets.exists()
+            assert not run.prometheus_targets.exists() and not OBSERVERS
 
 
 def test_processes_of_one_host_take_the_next_free_port(run: RunDir) -> None:

@@ -172,6 +172,9 @@ def status_lines(status: Status) -> Iterator[str]:
 @contextmanager
 def exporting_records(config: PrometheusConfig | None, run: RunDir, status: Status) -> Iterator[None]:
     """Serve the records and the status of this process while inside."""
+    if config is None or not config.enabled:
+        yield
+        return
     recorded = RecordedMetrics()
     OBSERVERS.append(recorded.record)
     try:
