@@ -4,8 +4,8 @@ The start writes a sum with its result and boxes what it wrote. Half of its samp
 likeliest results are: a sampled token holds one draw, and the latent beside it the distribution that it was drawn from,
 sharpened. So a model that reads latents can box the likeliest result where a wrong one was drawn.
 
-The paper's gates keep .997 of a token's embedding, and move by .0003 in 20 steps here, so that hardly anything of a
-latent is read (`latent`). With `open gates` they keep .3 at the start.
+The paper's gates keep .997 of a token's embedding and do not move in 30 steps here, so that hardly anything of a latent
+is read (`latent`). With `open gates` they keep .3 at the start.
 """
 
 from __future__ import annotations
