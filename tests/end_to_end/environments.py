@@ -1,5 +1,10 @@
 """Environments for runs with an untrained model."""
 
+import asyncio
+import os
+import time
+from pathlib import Path
+
 import numpy as np
 
 from headrace.environments.base import Environment
@@ -75,3 +80,24 @@ class Talk(Letters):
         letters = [*first.turn.completion_ids, *second.turn.completion_ids]
         share = sum(32 <= token < 127 for token in letters) / len(letters)
         return [Rollout(rewards={"printable": share}, messages=messages, turns=[first.turn, second.turn])]
+
+
+def hangs(how):
+    """Whether the file that HANG_FILE names exists and has this text."""
+    file = Path(os.environ["HANG_FILE"])
+    return file.exists() and file.read_text() == how
+
+
+def block():
+    while hangs("blocks"):
+        time.sleep(0.1)
+
+
+class Hanging(Letters):
+    """Episodes hang while they are asked to: they await something, or block the event loop."""
+
+    async def run(self, task, context):
+        while hangs("awaits"):
+            await asyncio.sleep(0.1)
+        block()
+        return await super().run(task, context)

@@ -19,7 +19,7 @@ from headrace.machine import KernelProcess, list_processes
 from headrace.observe.diagnosis import CLOCK_S, LONG_WAIT_S, SILENT_S, STALL_S, Finding, Notices, RunState, diagnose
 from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
-from headrace.observe.run_state import TAIL_BYTES, RunReader, unreachable_servers
+from headrace.observe.run_state import TAIL_BYTES, RunReader, last_line, unreachable_servers
 from headrace.observe.status import ObservedStatus, Progress, Status, not_up
 from headrace.transport.run_dir import RunDir
 
@@ -154,6 +154,19 @@ def test_a_failed_run_says_why_and_which_process_failed() -> None:
 )  # fmt: skip
 def test_a_process_that_was_restarted_without_progress_since_is_named(how: str, expected: tuple[str, ...]) -> None:
     assert found(healthy(restarts={"inference": how})) == [expected]
+
+
+def test_an_error_about_memory_in_a_log_explains_a_failure_and_a_stall_but_not_an_older_one() -> None:
+    error = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
+    run = healthy(restarts={"inference": "inference exited with status 75; restart 2 of 3"})
+    run.memory_errors = {"inference": (error, 1.0)}
+    assert found(run) == [("out_of_memory", "problem", "inference")]
+    assert error in diagnose(run)[0].fact
+    for still, log_age, expected in ((9, 5.0, []), (10, 12.0, ["out_of_memory"]), (20, 51.0, [])):
+        run = healthy(last_progress=NOW - still)
+        change(run, "orchestrator", progress=None)
+        run.memory_errors = {"inference": (error, log_age)}
+        assert [finding.kind for finding in diagnose(run)] == expected
 
 
 @pytest.mark.parametrize(("free", "severity"), [(0, "problem"), (GIB - 1, "warning"), (GIB, None)])
@@ -337,6 +350,19 @@ def test_the_age_of_a_status_is_known_at_the_first_look(tmp_path: Path) -> None:
     then = path.stat().st_mtime - 40
     os.utime(path, (then, then))
     assert RunReader(run).read().statuses["trainer"].silent_s == pytest.approx(40, abs=20)  # a loaded machine
+
+
+def test_errors_about_memory_are_found_at_the_end_of_a_log(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    Status(run.status, "inference").close("failed")
+    log = run.logs / "inference.log"
+    log.write_text("12:00:00 ERROR the engine died: MemoryError: \n12:00:01 stopping\n")
+    (line, _) = RunReader(run).read().memory_errors["inference"]
+    assert line == "12:00:00 ERROR the engine died: MemoryError:"
+    assert last_line(log) == "12:00:01 stopping"
+    log.write_text(log.read_text() + "12:10:00 serving\n" * 1000)
+    assert RunReader(run).read().memory_errors == {}
 
 
 def test_only_the_end_of_long_metrics_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

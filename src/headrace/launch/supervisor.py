@@ -42,7 +42,7 @@ from headrace.observe.terminal import View
 from headrace.transport.run_dir import RunDir
 
 POLL_S = 0.1
-DIAGNOSIS_INTERVAL_S = 1.0
+DIAGNOSIS_INTERVAL_S = 2.0
 TRAINER = "trainer"
 SCALE_TIMEOUT_S = 30.0
 

@@ -45,7 +45,9 @@ FULL_CACHE = 0.9
 CLOCK_S = 3600.0
 """Time for which a clock that was set is reported."""
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "MemoryError")
-"""Texts in the errors of an engine that lacks memory."""
+"""Texts in the errors of a process that lacks memory."""
+STARVED_S = 10.0
+"""Time without progress from which on an error about memory in a log explains it."""
 MIB = 1 << 20
 
 
@@ -80,6 +82,8 @@ class RunState:
     free_bytes: int | None = None
     checkpoint_bytes: int = 0
     """Size of the newest checkpoint."""
+    memory_errors: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """By process: the last line about lack of memory near the end of its log, and the log's age in seconds."""
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """Models on other servers that do not accept a connection: by name, address and reason."""
 
@@ -114,7 +118,7 @@ def diagnose(run: RunState, stall_s: float = STALL_S) -> list[Finding]:
         found += _lost_processes(run, min(stall_s, SILENT_S))
     found += [*_disk(run), *_unreachable(run), *_clocks(run)]
     if not _has_problem(found):
-        found += [*_reported(run), *_waits(run), *_episodes(run), *_queues(run)]
+        found += [*_starved(run), *_reported(run), *_waits(run), *_episodes(run), *_queues(run)]
     if not _has_problem(found):
         found += _stall(run, stall_s)
     return [*found, *_pace(run)]
@@ -136,16 +140,18 @@ def _ended(run: RunState) -> Iterator[Finding]:
         )
         for name, status in run.statuses.items():
             if status.state == "failed" and status.problem:
-                yield _failure(name, f"it failed: {status.problem}")
+                yield _failure(run, name, f"it failed: {status.problem}")
 
 
-def _failure(process: str, fact: str, severity: Literal["problem", "warning"] = "problem") -> Finding:
+def _failure(run: RunState, process: str, fact: str, severity: Literal["problem", "warning"] = "problem") -> Finding:
+    if process in run.memory_errors:
+        fact += f". Its log ends with: {run.memory_errors[process][0]}"
     if any(text in fact for text in OUT_OF_MEMORY):  # a restart does not help for long
         fix = (
             "Lower inference.kv_cache_gb, inference.max_running or seq_len, or give it more memory; "
             "headrace rl FILE --dry-run shows the plan of the memory."
         )
-        return Finding("out_of_memory", "problem", process, fact, fix)
+        return Finding("out_of_memory", "problem", process, f"out of memory: {fact}", fix)
     return Finding("failed", severity, process, fact, f"logs/{process}.log has the details.")
 
 
@@ -167,7 +173,7 @@ def _launcher(run: RunState) -> Iterator[Finding]:
 def _lost_processes(run: RunState, silent_s: float) -> Iterator[Finding]:
     """Yield processes that are stopped, gone or silent, and those that were restarted since the last progress."""
     for name, how in (run.heartbeat.restarts if run.heartbeat is not None else {}).items():
-        yield _failure(name, how, "warning")
+        yield _failure(run, name, how, "warning")
     for name, status in run.active.items():
         family = _family(run, status)
         stopped = [pid for pid in family if run.processes[pid].state == "T"]
@@ -231,6 +237,14 @@ def _reported(run: RunState) -> Iterator[Finding]:
             age, since = status.age(status.problem_since), time.localtime(status.problem_since)
             fact = f"no progress since {time.strftime('%H:%M:%S', since)} ({duration(age)}): {status.problem}"
             yield Finding("reported", "problem" if age >= LONG_WAIT_S else "warning", name, fact)
+
+
+def _starved(run: RunState) -> Iterator[Finding]:
+    """Yield processes that have logged a lack of memory since the last progress, or shortly before."""
+    still = run.still_s or 0.0
+    for name, (_, age_s) in run.memory_errors.items():
+        if still >= STARVED_S and age_s <= still + LONG_WAIT_S:
+            yield _failure(run, name, f"no progress for {still:.0f} s")
 
 
 def _waits(run: RunState) -> Iterator[Finding]:

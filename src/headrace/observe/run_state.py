@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from headrace.errors import BadInput
 from headrace.machine import list_processes
-from headrace.observe.diagnosis import RunState
+from headrace.observe.diagnosis import OUT_OF_MEMORY, RunState
 from headrace.observe.heartbeat import read_heartbeat
 from headrace.observe.metrics import History, Tail
 from headrace.observe.status import StatusReader
@@ -29,6 +29,8 @@ from headrace.transport.run_dir import RunDir
 
 TAIL_BYTES = 512 << 10
 """Bytes at the end of the metrics that are read: some ten steps."""
+LOG_BYTES = 8 << 10
+"""Bytes at the end of a log that are read."""
 CONNECT_S = 0.4
 """Time for a connection to another server."""
 
@@ -76,9 +78,11 @@ class RunReader:
 
 
 def add_machine(state: RunState, run: RunDir) -> None:
-    """Add the processes of this host, and the space on the disk of the run."""
+    """Add the processes of this host, what logs say about memory, and the space on the disk of the run."""
     if state.is_running:
         state.processes = list_processes()
+    names = {*state.statuses, *(state.heartbeat.restarts if state.heartbeat is not None else ())}
+    state.memory_errors = {name: found for name in names if (found := _memory_error(run.logs / f"{name}.log"))}
     disk = os.statvfs(run.root)
     state.free_bytes = disk.f_bavail * disk.f_frsize if disk.f_favail or not disk.f_files else 0
     checkpoints = sorted(path.parent for path in run.checkpoints.glob(f"{STEP}/{MARKER}"))
@@ -116,9 +120,19 @@ def _connect(url: str) -> str:
 
 def last_line(log: Path) -> str:
     """Return the last line of a log file; empty if there is none."""
+    return next((line for line in reversed(_last_lines(log))), "")
+
+
+def _memory_error(log: Path) -> tuple[str, float] | None:
+    """Return the last of the final lines of a log that is about lack of memory, and the age of the log."""
+    lines = [line for line in _last_lines(log) if any(text in line for text in OUT_OF_MEMORY)]
+    return (lines[-1], max(0.0, time.time() - log.stat().st_mtime)) if lines else None
+
+
+def _last_lines(log: Path) -> list[str]:
     if not log.is_file():
-        return ""
+        return []
     with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - (4 << 10)))
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
         lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return [line.strip() for line in lines if line.strip()]
