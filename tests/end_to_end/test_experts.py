@@ -46,5 +46,10 @@ def test_a_model_with_experts_learns_and_is_killed_and_resumed_in_between(tmp_pa
     summary = json.loads(headrace("summary", run, "--json")[1])
     assert summary["reward_end"] - summary["reward_start"] >= 0.35
     assert headrace("audit", run)[0] == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in records if record["step"] == 1 and "mismatch_kl" in record)
+    assert first["mismatch_kl"] < 1e-9  # sampled and trained by the same weights, with the same experts, in float32
+    for name in ("router/load/mean", "router/entropy/min", "router/changed/max", "drift/routing"):
+        assert any(name in record for record in records), name
     _, report = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]

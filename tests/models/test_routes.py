@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.inference.backend import InvalidRequest
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import load_model
 from headrace.inference.experts import chosen_experts, find_routers
@@ -15,8 +16,11 @@ from headrace.inference.schema import SamplingParams, read_routes
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.packing import pack
 from headrace.rollout.types import ROUTES, Sample, Turn
+from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
+from headrace.trainer.publisher import Publisher
 from headrace.trainer.tokens import StepTokens
+from headrace.transport.weights import WeightStore
 from tests.inference.plain_forward import plain_logprobs, random_prompt, run_all
 from tests.models.families import EXPERTS, make_model, write_model
 from tests.models.test_families import ROUNDING, SAMPLED, load_plain, marked
@@ -51,9 +55,8 @@ def sampled(engine: Engine, prompts: list[list[int]], tokens: int = 8, **options
     samples = []
     for request in requests:
         result = request.future.result(timeout=0)
-        assert result.routed_experts is not None
         count, prompt = len(result.token_ids), request.tokens[: request.prompt_length]
-        routes = read_routes(result.routed_experts)
+        routes = None if result.routed_experts is None else read_routes(result.routed_experts)
         samples += merge_turns([Turn(prompt, result.token_ids, result.logprobs, [0] * count, 1.0, routes=routes)])
     for sample in samples:
         sample.set_stream("advantages", sample.mask.astype(np.float32))
@@ -145,3 +148,28 @@ def test_experts_of_another_engine_are_replayed_where_the_embedded_one_refuses_t
         found, others = scores(PackedModel(directory, router_replay=mode), samples)  # type: ignore[arg-type]
         differences[mode] = float((found.detach() - others).abs().max())
     assert differences["replay"] < 2 * ROUNDING < 1e-2 < differences["record"]
+
+
+def test_a_request_keeps_the_experts_that_its_tokens_were_sampled_with_when_weights_change(tmp_path: Path) -> None:
+    engine = Engine(load_model(write_model(tmp_path / "old", "qwen3_moe")), max_model_len=80, routed_experts=True)
+    store, version = WeightStore(tmp_path / "weights"), Version(0, 1)
+    Publisher(store, PackedModel(write_model(tmp_path / "new", "qwen3_moe", seed=1))).publish(version)
+    prompt = random_prompt(random.Random(0), 20)
+    request = engine.submit(prompt, SamplingParams(max_tokens=12, ignore_eos=True, routed_experts=True))
+    while len(request.logprobs) < 6:
+        engine.step()
+    engine.update_weights(store.path(version), version)
+    run_all(engine)
+    content = request.future.result(timeout=0).routed_experts
+    assert content is not None
+    routes = read_routes(content)
+    old, new = (own_routes(load_plain(tmp_path / name), request.tokens) for name in ("old", "new"))
+    np.testing.assert_array_equal(routes[:25], old[:25])  # 20 of the prompt, and 5 of which the next token was sampled
+    np.testing.assert_array_equal(routes[25:], new[25:-1])
+    assert (old[25:] != new[25:]).any()
+
+
+def test_an_engine_that_does_not_record_experts_refuses_to_return_them(tmp_path: Path) -> None:
+    engine = Engine(load_model(write_model(tmp_path, "qwen3_moe")), max_model_len=80)
+    with pytest.raises(InvalidRequest, match="routed_experts"):
+        engine.submit([3, 4], SamplingParams(routed_experts=True))
