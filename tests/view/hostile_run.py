@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from headrace.observe.histograms import BOUNDS, count
-from headrace.observe.metrics import MetricsLog
+from headrace.observe.metrics import MetricsLog, read_metrics
+from headrace.observe.status import ProcessStatus
 from headrace.rollout.types import Rollout, Sample
 from headrace.transport.rollout_files import write_rollouts
 
@@ -23,6 +25,7 @@ MATHS = (
 )
 """Formulas, two of which are harmless, and what tries to be one."""
 STEP = 5
+NOTICE_STEP = 3
 LENGTHS = (40, 32_000, 100_000, 12)
 """Tokens of the rollouts of the hostile step, by row."""
 
@@ -37,6 +40,11 @@ def add_hostile_run(folder: Path) -> None:
     for step in range(1, STEP + 1):
         texts = {f"histogram/{name}": count(name, [0.5, 1.0, 2.0 * step]).encode() for name in BOUNDS}
         MetricsLog(run / "metrics.jsonl", "trainer").log(step, texts)
+    records = read_metrics(run / "metrics.jsonl")
+    at = max(record["time"] for record in records if record["step"] == NOTICE_STEP)
+    status = ProcessStatus("trainer", 1, at, "finished", notices=[HOSTILE], notice_times=[at])
+    (run / "status").mkdir(exist_ok=True)
+    (run / "status" / "trainer.json").write_bytes(msgspec.json.encode(status))
 
 
 def _rollout(row: int, answer: str, length: int) -> Rollout:

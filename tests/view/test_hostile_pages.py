@@ -4,7 +4,7 @@ import pytest
 
 from headrace.safe_text import escape_control
 from tests.view.conftest import Browsing
-from tests.view.hostile_run import CONTROL, LENGTHS, MARKUP, MATHS, NAME, STEP
+from tests.view.hostile_run import CONTROL, HOSTILE, LENGTHS, MARKUP, MATHS, NAME, NOTICE_STEP, STEP
 
 pytestmark = pytest.mark.view
 
@@ -38,6 +38,17 @@ def test_a_hostile_conversation_is_shown_as_it_was_written(browsing: Browsing):
     shown = browsing.page.text_content("main")
     assert shown is not None
     assert MARKUP in shown and escape_control(CONTROL) in shown
+
+
+def test_a_notice_is_text_and_a_mark_at_its_step(browsing: Browsing):
+    open_hostile(browsing)
+    assert f"step {NOTICE_STEP}: {escape_control(HOSTILE)}" in browsing.page.text_content(".notices")
+    browsing.page.wait_for_selector(".chart .u-over canvas, .chart canvas")
+    marked = """canvas => {
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return data.some((_, i) => i % 4 === 0 && data[i] === 0xc4 && data[i + 1] === 0x6a && data[i + 2] === 0);
+    }"""
+    browsing.wait(f"() => ({marked})(document.querySelector('.chart canvas'))")
 
 
 def test_histograms_are_heat_maps_that_show_their_counts(browsing: Browsing):
