@@ -6,10 +6,13 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from headrace.config.monitors import TrackioConfig
+from headrace.config.monitors import TensorboardConfig, TrackioConfig
+from headrace.launch import checks
 from headrace.observe.histograms import count
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.monitors import MonitorError, forwarding
@@ -40,6 +43,16 @@ def test_a_missing_package_is_refused_with_the_extra(tmp_path: Path, monkeypatch
     with pytest.raises(MonitorError) as refused, forwarding(RunDir(tmp_path), None, None, TrackioConfig()):
         pass
     assert refused.value.key == "[trackio]" and "headrace[trackio]" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
+def test_a_run_without_the_package_is_refused_before_it_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"tensorboard": TensorboardConfig(), "trackio": TrackioConfig(), "otel": None}
+    subject: Any = SimpleNamespace(config=SimpleNamespace(**sections))
+    monkeypatch.setattr(checks, "find_spec", lambda package: None if package == name else object())
+    (problem,) = checks.check_monitors(subject)
+    assert problem.key == f"[{name}]" and f"headrace[{name}]" in str(problem)
+    assert checks.check_monitors in checks.CHECKS
 
 
 @pytest.mark.full

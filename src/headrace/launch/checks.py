@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,12 @@ def check_output_dir(subject: Subject) -> Iterator[BadInput]:
 
 
 def check_monitors(subject: Subject) -> Iterator[BadInput]:
-    """Check that the packages of the configured monitors are installed."""
+    """Check that the packages of the configured monitors are installed; W&B's is checked where its mode is read."""
+    for name in ("tensorboard", "trackio"):
+        section = getattr(subject.config, name)
+        if section is not None and section.enabled and find_spec(name) is None:
+            fix = f"pip install 'headrace[{name}]', or remove the section."
+            yield BadInput(f"the package {name} is not installed", key=f"[{name}]", fix=fix)
     try:
         check_installed(subject.config.otel)
     except BadInput as error:
