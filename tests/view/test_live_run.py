@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs import finish, start, write_run_file
+from tests.end_to_end.runs import finish, processes_of, start, write_run_file
+from tests.faults.injection import stopped
 from tests.view.conftest import Browsing, View
 
 pytestmark = pytest.mark.view
@@ -22,12 +23,15 @@ def test_a_page_follows_a_running_run_to_its_end(page: Any, view: View, tiny_mod
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not (metrics.exists() and metrics.stat().st_size):
+        while not (metrics.exists() and metrics.stat().st_size and "trainer" in processes_of(tmp_path / "run")):
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
-        browsing = Browsing(page, view(tmp_path / "run"))
+        with stopped(processes_of(tmp_path / "run")["trainer"]):  # the run cannot end before the page is open
+            browsing = Browsing(page, view(tmp_path / "run"))
+            page.evaluate("window.loadedOnce = true")
+            browsing.wait("/trainer.*stopped/.test(document.querySelector('.banner')?.textContent)")
+        browsing.wait("!/stopped/.test(document.querySelector('.banner')?.textContent)")
         page.wait_for_selector(".chart canvas", timeout=RUN_TIMEOUT_S * 1000)
-        page.evaluate("window.loadedOnce = true")
         browsing.wait("/step 8 of 8/.test(document.querySelector('h1').textContent)", timeout_s=RUN_TIMEOUT_S)
         browsing.wait("document.querySelector('h1 .state').textContent === 'finished'", timeout_s=RUN_TIMEOUT_S)
         page.get_by_role("link", name="Steps").click()
