@@ -160,7 +160,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(directory: Path, data: st.Dat
     before = decode(bytes(content), directory)
     place = data.draw(st.integers(0, 8 * len(content) - 1))
     content[place // 8] ^= 1 << place % 8
-    if b'\\"file_digest\\"' in content:
+    if b'\\"file_digest\\"' in content or place % 8 == 7:  # a name with a byte above 127 is not valid UTF-8
         with pytest.raises(DamagedFile, match=r"batch\.safetensors"):
             decode(bytes(content), directory)
     else:  # a flip in the name of the digest: the file counts as one of an older version
