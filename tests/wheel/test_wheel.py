@@ -114,7 +114,7 @@ def test_the_demo_trains(installation: Installation) -> None:
 def test_a_new_environment_is_probed_and_trained(installation: Installation) -> None:
     installation.run("headrace", "new", "environment", "x")
     installation.run("headrace", "probe", "x:x")
-    installation.run("headrace", "rl", "x.toml", "--max_steps", "3", "--model.name", "outputs/reverse-text/model")
+    installation.run("headrace", "rl", "x.toml", "--max_steps", "3")
     assert (installation.folder / "outputs" / "x" / "model" / "model.safetensors").is_file()
 
 
