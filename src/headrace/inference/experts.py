@@ -41,8 +41,11 @@ def _is_known(router: Any) -> bool:
     hidden, bias = weight.new_zeros(1, weight.shape[-1]), weight.new_zeros(experts)
     try:
         output = router(hidden)
-    except TypeError:  # some take the bias of their choice
-        output = router(hidden, bias)
+    except TypeError:  # some take the bias of their choice, others the tokens
+        try:
+            output = router(hidden, bias)
+        except (IndexError, RuntimeError, TypeError):
+            return False
     shapes = {part.is_floating_point(): part.shape for part in output if part.shape[-1] in (experts, router.top_k)}
     return isinstance(output, tuple) and len(output) == 3 and shapes.get(False) == (1, router.top_k)
 

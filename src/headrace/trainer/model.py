@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
+from headrace.errors import Failure
 from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.latents import (
     add_gates,
@@ -110,7 +111,15 @@ class PackedModel:
         if ranks.size == 1:
             self.module.to(self.device)  # otherwise sharding moves each layer
         if load:
-            self._check_packing()
+            try:
+                self._check_packing()
+            except (Failure, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                fact = (
+                    f"{type(self.module).__name__} cannot be run on packed sequences: {type(error).__name__}: {error}"
+                )
+                raise UnsupportedModel(fact, key="model.name", value=directory) from error
         _use_packed_code(self.module)
         self.routing = Routing(self.module, router_replay)
         self._sizes = _sizes(self.module.config)
@@ -303,6 +312,7 @@ class PackedModel:
             else:
                 with WiderType(self.module.dtype):
                     exact = [self.module(input_ids=ids, use_cache=False).logits[0] for ids in inputs]
+            self.module.train()  # as in training: some routers choose otherwise there
             _use_packed_code(self.module)
             row = make_row(sequences, self.module.device)
             packed = plain_logits(self.module, hidden_states(self.module, row))

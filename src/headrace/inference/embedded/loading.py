@@ -7,7 +7,8 @@ comparison with the model's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.config.inference import InferenceConfig
+from headrace.errors import BadInput
 from headrace.inference.backend import resolve_max_model_len
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
@@ -59,7 +61,8 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
     )
     model = model.to(device).eval()
     if device.type == "cpu":
-        lay_out_for_small_batches(model)
+        with _explained(model):
+            lay_out_for_small_batches(model)
     return model
 
 
@@ -141,25 +144,38 @@ def load_engine(
     running = config.running_at_once(on_gpu=model.device.type == "cuda")
     memory = cache_memory(model, config.kv_cache_gb, shared)
     eos = eos_token_ids(model, tokenizer.eos_token_id)
-    engine = Engine(
-        model,
-        max_model_len=longest,
-        kv_blocks=kv_blocks(model, longest, running, memory),
-        max_running=running,
-        max_step_tokens=config.max_step_tokens,
-        prefix_cache=config.prefix_cache,
-        kv_on_update=config.kv_on_update,
-        eos_token_ids=eos,
-        seed=config.seed,
-        base=directory,
-        decode=tokenizer.decode,
-        special_tokens=tokenizer.control_tokens,
-        grammars=Grammars(tokenizer.backend, model.get_input_embeddings().num_embeddings, eos),
-        compile=config.compile,
-        routed_experts=config.routed_experts,
-    )
-    check_engine(engine)
+    with _explained(model):
+        engine = Engine(
+            model,
+            max_model_len=longest,
+            kv_blocks=kv_blocks(model, longest, running, memory),
+            max_running=running,
+            max_step_tokens=config.max_step_tokens,
+            prefix_cache=config.prefix_cache,
+            kv_on_update=config.kv_on_update,
+            eos_token_ids=eos,
+            seed=config.seed,
+            base=directory,
+            decode=tokenizer.decode,
+            special_tokens=tokenizer.control_tokens,
+            grammars=Grammars(tokenizer.backend, model.get_input_embeddings().num_embeddings, eos),
+            compile=config.compile,
+            routed_experts=config.routed_experts,
+        )
+        check_engine(engine)
     return engine
+
+
+@contextmanager
+def _explained(model: Any) -> Iterator[None]:
+    """Raise `UnsupportedModel` for what fails in the block by the model's own code."""
+    try:
+        yield
+    except (BadInput, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        fact = f"the embedded engine cannot run it: {type(error).__name__}: {error}"
+        raise UnsupportedModel(fact, key="model", value=type(model).__name__, fix=OTHER_ENGINE) from error
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:
