@@ -60,6 +60,10 @@ def run_replay(arguments: argparse.Namespace) -> int:
             bundle=arguments.bundle,
             progress=progress,
         )
+    if report.platform.device != "cpu":
+        from headrace.trainer.ranks import leave
+
+        leave()
     if arguments.json:
         print(msgspec.json.encode({"verdict": report.verdict, **msgspec.to_builtins(report)}).decode())
     else:
