@@ -11,6 +11,7 @@ import torch
 from headrace.inference.backend import InvalidRequest
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import load_model
+from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.experts import chosen_experts, find_routers
 from headrace.inference.schema import SamplingParams, read_routes
 from headrace.rollout.merge import merge_turns
@@ -173,3 +174,27 @@ def test_an_engine_that_does_not_record_experts_refuses_to_return_them(tmp_path:
     engine = Engine(load_model(write_model(tmp_path, "qwen3_moe")), max_model_len=80)
     with pytest.raises(InvalidRequest, match="routed_experts"):
         engine.submit([3, 4], SamplingParams(routed_experts=True))
+
+
+@pytest.mark.parametrize(
+    ("slots", "compiled"),
+    [(torch.int32, False), (torch.int64, False), pytest.param(torch.int32, True, marks=pytest.mark.full)],
+)
+def test_experts_are_recorded_by_slots_of_either_type_and_those_of_padding_are_not(
+    slots: torch.dtype, compiled: bool
+) -> None:
+    model = make_model("qwen3_moe")
+    cache, tokens = RouteCache(model, find_routers(model), blocks=4), random_prompt(random.Random(0), 20)
+    places = torch.tensor([*range(16, 32), *range(48, 51), -1], dtype=slots)  # blocks 1 and 3, and a token of padding
+    torch._dynamo.reset()
+    for layer in model.model.layers if compiled else ():  # as on a GPU, but for the compiler's own code
+        layer.forward = torch.compile(layer.forward, backend="aot_eager", dynamic=True)
+    expected = own_routes(make_model("qwen3_moe"), tokens)
+    with torch.inference_mode():
+        model(torch.tensor([tokens]), use_cache=False)  # outside of the engine: nothing is stored
+        assert not cache.read([1, 3], 0, 19).any()
+        with cache.recording(places):
+            model(torch.tensor([tokens]), use_cache=False)
+    np.testing.assert_array_equal(cache.read([1, 3], 0, 19), expected[:19])
+    cache.copy_blocks([3], [2])
+    np.testing.assert_array_equal(cache.read([1, 2], 0, 19), expected[:19])

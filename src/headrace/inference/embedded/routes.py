@@ -74,5 +74,5 @@ def _store_routes(module: Any, _: Any, output: tuple[Tensor, ...]) -> None:
 def _store(chosen: Tensor, storage: Tensor) -> None:
     slots = getattr(_current, "slots", None)
     if slots is not None:  # a forward of the engine, and not of its self-check
-        # Slots below 0 are those of padding: the first block is never a request's.
-        storage.index_copy_(0, slots.clamp(min=0), chosen.to(storage.dtype))
+        # Slots below 0 are those of padding: the first block is never a request's. Those of CUDA graphs are int32.
+        storage.index_copy_(0, slots.clamp(min=0).long(), chosen.to(storage.dtype))
