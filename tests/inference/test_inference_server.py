@@ -233,10 +233,11 @@ async def test_models_and_health_say_what_is_served(
     http: aiohttp.ClientSession, client: EngineClient, model_directory: Path
 ) -> None:
     async with http.get("/v1/models") as answer:
-        assert [entry["id"] for entry in (await answer.json())["data"]] == [str(model_directory)]
+        assert [entry["id"] for entry in (await answer.json())["data"]] == [model_directory.name]
         assert answer.headers[SCHEMA_HEADER] == "1"
     [health] = await client.health()
-    assert (health.model, health.capacity, health.max_model_len) == (str(model_directory), 8, 128)
+    assert (health.model, health.root) == (model_directory.name, str(model_directory))
+    assert (health.capacity, health.max_model_len) == (8, 128)
     assert (health.status, health.paused, health.vocab_size) == ("ok", False, 264)
     async with http.get("/health") as answer:
         assert (await answer.json())["stands_still"] is False
@@ -247,13 +248,15 @@ async def test_a_model_is_served_under_the_name_that_is_set(model_directory: Pat
     name = str(model_directory)
     config = InferenceConfig(model={"name": name}, served_name=served_name, max_model_len=64, max_running=2)
     chat = make_chat(config, name, model_directory)
-    async with served(await connect(load_engine(config, model_directory, chat.tokenizer)), chat) as url:
+    async with served(await connect(load_engine(config, model_directory, chat.tokenizer)), chat, root=name) as url:
         async with aiohttp.ClientSession(url) as http, http.get("/v1/models") as answer:
             [entry] = (await answer.json())["data"]
-        assert (entry["id"], entry["max_model_len"]) == (served_name or name, 64)
-        model = ServedModel(served_name or name, [f"{url}/v1"])
-        await model.check()
-        await model.close()
+        assert (entry["id"], entry["max_model_len"]) == (served_name or model_directory.name, 64)
+        for each in (entry["id"], name):  # the path is another name
+            model = ServedModel(each, [f"{url}/v1"])
+            await model.check()
+            await model.check_chat({}, 32)
+            await model.close()
 
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -36,8 +36,8 @@ HELP = f"""\
 Any key of [inference] can be set: --port N (default {PORT}, or any free port as a server of a run), --host,
 --max_running, --served_name, --engine vllm (which must be installed), --vllm.tensor_parallel_size N, ...
 
-What is served: /v1/models, /v1/chat/completions, /v1/completions, /inference/v1/generate (token ids in and out),
-/tokenize, /health, /metrics.
+What is served: /v1/models, /v1/chat/completions, /v1/responses, /v1/completions, /inference/v1/generate (token ids in
+and out), /tokenize, /health, /metrics.
 
 Keys are read from the environment. HEADRACE_API_KEY: what clients must show; needed where others than this machine
 reach the address. HEADRACE_ADMIN_KEY: for requests that change what is served (weights, adapters); without one a server

@@ -227,6 +227,8 @@ class Health(msgspec.Struct):
     vocab_size: int
     engine: str = "embedded"
     """`embedded` or `vllm`."""
+    root: str | None = None
+    """The model's directory or its name on the hub, which requests may name, too; None from an older server."""
     kv_usage: float = 0.0
     """Fraction of the KV cache that running requests occupy, 0 to 1."""
     preemptions: int = 0

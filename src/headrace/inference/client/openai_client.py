@@ -101,6 +101,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
     id: str
     owned_by: str | None = None
+    root: str | None = None
+    """The model's directory or its name on the hub, by servers that report it."""
     max_model_len: int | None = None
     """None if the server does not report it."""
 

@@ -126,9 +126,9 @@ class ServedModel:
                 fix="Start its server, or correct base_url." if isinstance(error, OpenAIUnreachable) else None,
             ) from error
         for entry in entries:
-            # Our server also accepts the last part of a directory's name.
-            short_name = entry.id.rstrip("/").rsplit("/", 1)[-1] if entry.owned_by == "headrace" else None
-            if self.model in (entry.id, short_name):
+            # Our server also accepts the directory, and the last part of a name.
+            others = (entry.root, entry.id.rsplit("/", 1)[-1]) if entry.owned_by == "headrace" else ()
+            if self.model in (entry.id, *others):
                 return entry
         names = ", ".join(entry.id for entry in entries) or "none"
         raise BadInput(

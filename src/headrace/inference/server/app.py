@@ -58,6 +58,7 @@ from headrace.inference.server.request_bodies import (
     TokenizeRequest,
     refuse_unsupported,
 )
+from headrace.inference.server.responses import Responses, ResponsesRequest
 from headrace.inference.server.streaming import Updates, updates_of
 from headrace.observe.exposition import CONTENT_TYPE
 from headrace.rollout.version import Version
@@ -78,7 +79,10 @@ TOKENIZE_LENGTHS = 16
 
 
 class App:
-    """The routes. `max_body` is in bytes. `keys` may be replaced at any time."""
+    """The routes. `root` is the model's directory, which is another name of it, or its name on the hub.
+
+    `max_body` is in bytes. `keys` may be replaced at any time.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class App:
         chat: Chat,
         keys: Keys | None = None,
         *,
+        root: str | None = None,
         max_body: int = MAX_BODY,
         limits: HttpConfig | None = None,
     ) -> None:
@@ -98,8 +103,10 @@ class App:
         self._large_bodies = LargeBodies()
         self._long_text = asyncio.Lock()
         self._chat = chat
+        self._responses = Responses(chat)
         self._completions = Completions(chat.model_name, chat.tokenizer, chat.token_text)
-        self._names = {self.model_name, Path(self.model_name).name}
+        self._root = root or chat.model_name
+        self._names = {self.model_name, Path(self.model_name).name, self._root}
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
@@ -115,6 +122,7 @@ class App:
             "/v1/models/{name:path}": ("GET", client, self.model),
             "/metrics": ("GET", client, self.show_metrics),
             "/v1/chat/completions": ("POST", client, self.chat),
+            "/v1/responses": ("POST", client, self.responses),
             "/v1/completions": ("POST", client, self.completions),
             "/inference/v1/generate": ("POST", client, self.generate),
             "/tokenize": ("POST", client, self.tokenize),
@@ -150,6 +158,7 @@ class App:
             max_model_len=self.backend.max_model_len,
             vocab_size=self.backend.vocab_size,
             engine=self.backend.name,
+            root=self._root,
             **{name: getattr(state, name) for name in names},
         )
 
@@ -167,6 +176,7 @@ class App:
             "object": "model",
             "created": self._created,
             "owned_by": "headrace",
+            "root": self._root if adapter is None else adapter,
             "max_model_len": self.backend.max_model_len,
             "parent": None if adapter is None else self.model_name,
         }
@@ -226,16 +236,35 @@ class App:
 
     async def chat(self, http: HttpRequest) -> Response:
         async with self._body(http, ChatRequest) as body:
-            params = self._chat.params(body)
-            self._refuse_long(_joined_text(body.messages), "messages")
-            prompt = await self._run_text_work(http, lambda: self._chat.prompt(body))
-            check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "messages")
-            body.messages = []  # free the memory: the reply does not need them
+            prompt, params = await self._render(http, body)
         generations = self._submit(http, body.model, [(prompt, each) for each in params], body.cache_salt)
         if body.stream:
             events = self._chat.stream(body, prompt, self._updates(generations), len(generations))
             return EventStream(events, generations)
         return reply(self._chat.reply(body, prompt, await self._results(http, generations)))
+
+    async def responses(self, http: HttpRequest) -> Response:
+        async with self._body(http, ResponsesRequest) as body:
+            chat_body = body.chat_request()
+            prompt, params = await self._render(http, chat_body, "input")
+            body.input = []
+        generations = self._submit(http, body.model, [(prompt, each) for each in params], body.cache_salt)
+        if body.stream:
+            events = self._responses.stream(body, chat_body, prompt, self._updates(generations))
+            return EventStream(events, generations)
+        [result] = await self._results(http, generations)
+        return reply(self._responses.reply(body, chat_body, prompt, result))
+
+    async def _render(
+        self, http: HttpRequest, body: ChatRequest, field: str = "messages"
+    ) -> tuple[list[int], list[SamplingParams]]:
+        """Return the prompt of a chat and the parameters of its choices; `field` has its messages in the request."""
+        params = self._chat.params(body)
+        self._refuse_long(_joined_text(body.messages), field)
+        prompt = await self._run_text_work(http, lambda: self._chat.prompt(body))
+        check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, field)
+        body.messages = []  # free the memory: the reply does not need them
+        return prompt, params
 
     async def completions(self, http: HttpRequest) -> Response:
         async with self._body(http, CompletionRequest) as body:

@@ -152,7 +152,7 @@ class Chat:
     def stream(self, body: ChatRequest, prompt: list[int], updates: Updates, count: int) -> AsyncIterator[bytes]:
         """Yield the events of all choices, each with its role first and its finish reason last, then `[DONE]`."""
         head = envelope("chatcmpl", "chat.completion.chunk", body.model or self.model_name)
-        choices = [_StreamedChoice(self, body, prompt, index) for index in range(count)]
+        choices = [StreamedChoice(self, body, prompt, index) for index in range(count)]
         first = [choice.event({"role": "assistant", "content": ""}) for choice in choices]
         if body.return_token_ids:
             first[0]["prompt_token_ids"] = prompt
@@ -170,7 +170,7 @@ class Chat:
         return {**details, "token_ids": tokens.token_ids} if body.return_token_ids else details
 
 
-class _StreamedChoice:
+class StreamedChoice:
     """One choice of a streamed chat."""
 
     def __init__(self, chat: Chat, body: ChatRequest, prompt: list[int], index: int) -> None:

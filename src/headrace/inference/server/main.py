@@ -96,7 +96,8 @@ def serve(
 def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
     tokenizer = Tokenizer(directory)
     renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump())
-    return Chat(config.served_name or name, tokenizer, renderer)
+    path = Path(config.served_name or name)
+    return Chat(path.resolve().name if path.is_dir() else str(path), tokenizer, renderer)
 
 
 async def start_engine(
@@ -154,7 +155,8 @@ class _EngineServer:
             if run is not None:
                 await _unless(stop, _catch_up(backend, run))
             max_body = round(self.config.max_body_mb * 2**20)
-            app = App(backend, chat, self.keys.read(), max_body=max_body, limits=self.config.http)
+            root = self.config.served_name or name
+            app = App(backend, chat, self.keys.read(), root=root, max_body=max_body, limits=self.config.http)
         except BaseException as error:
             failure = str(error) if isinstance(error, EngineStopped) else None
             if backend is not None:

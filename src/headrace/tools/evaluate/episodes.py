@@ -175,7 +175,7 @@ def _make_sampler(
             value=evaluation.seq_len,
             fix=f"Lower it to {max_model_len}, or leave it out.",
         )
-    configured, served_name = served.directory or evaluation.tokenizer, engines[0].model
+    configured, served_name = served.directory or evaluation.tokenizer, engines[0].root or engines[0].model
     if configured is None and not Path(served_name).is_dir():
         raise BadInput(
             f"the server calls its model {served_name}, which is not a directory on this machine",
