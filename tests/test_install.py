@@ -83,7 +83,9 @@ def test_the_locked_versions_satisfy_all_extras_together(install: ModuleType) ->
     assert all(lock[name] == versions[name] for lock in locks for name in lock)
     extras = project["optional-dependencies"]
     (everything,) = map(Requirement, extras.pop("all"))
+    del extras["client-tests"]  # in an environment of their own
+    unlocked = {"trackio"}
     assert everything.extras == extras.keys() - {"dev", "view-tests"}
     for text in chain(project["dependencies"], *extras.values()):
         requirement = Requirement(text)
-        assert requirement.specifier.contains(versions[requirement.name]), text
+        assert requirement.name in unlocked or requirement.specifier.contains(versions[requirement.name]), text

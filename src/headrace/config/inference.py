@@ -76,7 +76,7 @@ class InferenceConfig(Config):
     output_dir: Path | None = None
     """Filled from `output_dir`."""
     served_name: str | None = None
-    """The model name in the API; unset: the name of its directory, or its name on the hub. The path is accepted, too."""
+    """The model name in the API; unset: the name of its directory, or its name on the hub. The path works, too."""
     renderer: RendererConfig = Field(default_factory=RendererConfig)
     """How chat messages become tokens; filled from `orchestrator.renderer`."""
     host: str = "127.0.0.1"

@@ -64,7 +64,8 @@ class Grammars:
         plain = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         plain.no_padding()
         plain.no_truncation()
-        return LLTokenizer(plain.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+        eos = self._eos_token_ids
+        return LLTokenizer(plain.to_str(), n_vocab=self._vocab_size, eos_token=eos[0] if len(eos) == 1 else eos or None)
 
 
 class Masks(NamedTuple):

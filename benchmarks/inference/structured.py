@@ -1,0 +1,106 @@
+"""What structured outputs and penalties cost per token, and whether every completion that ends by itself is valid.
+
+    OMP_NUM_THREADS=1 python benchmarks/inference/structured.py
+
+The tiny model with random weights at temperature 1.5, in the embedded engine. Batches of each kind alternate, and the
+requests of the others have the lengths of the structured ones, so that all have the same work and the same noise.
+CPU time counts the threads that compute masks, too; wall time does not where a core is free for them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.grammar import Grammars
+from headrace.inference.embedded.loading import load_model
+from headrace.inference.schema import SamplingParams, StructuredOutputs
+from headrace.text.tokenizer import Tokenizer
+from headrace.trainer.tiny import write_tiny_model
+
+BATCHES, BATCH = 5, 100
+RUNNING = 64
+MAX_MODEL_LEN = 640
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "schema": {"structured_outputs": StructuredOutputs(json=SCHEMA)},
+    "plain": {"ignore_eos": True},
+    "penalties": {"ignore_eos": True, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        write_tiny_model(directory)
+        model, tokenizer = load_model(directory), Tokenizer(directory)
+    vocab = model.get_input_embeddings().num_embeddings
+    grammars = Grammars(tokenizer.backend, vocab, [tokenizer.eos_token_id])
+    engine = Engine(model, max_model_len=MAX_MODEL_LEN, max_running=RUNNING, decode=tokenizer.decode, grammars=grammars)
+    prompt = tokenizer.encode("Invent a person.")
+    tokens: Counter[str] = Counter()
+    wall: Counter[str] = Counter()
+    cpu: Counter[str] = Counter()
+    ended = valid = 0
+    for batch in range(-1, BATCHES):  # the first one is a warm-up
+        lengths: list[int | None] = [None] * BATCH
+        for kind, settings in KINDS.items():
+            begun, begun_cpu = time.perf_counter(), time.process_time()
+            params = [SamplingParams(temperature=1.5, max_tokens=length, **settings) for length in lengths]
+            requests = [engine.submit(prompt, each) for each in params]
+            while engine.has_work:
+                engine.step()
+            seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
+            results = [request.future.result() for request in requests]
+            if kind == "schema":
+                lengths = [len(result.token_ids) for result in results]
+            if batch < 0:
+                continue
+            wall[kind] += seconds
+            cpu[kind] += cpu_seconds
+            tokens[kind] += sum(len(result.token_ids) for result in results)
+            if kind == "schema":
+                own = [result for result in results if result.finish_reason == "stop"]
+                ended += len(own)
+                valid += sum(is_valid(tokenizer.decode(result.token_ids, skip_special_tokens=True)) for result in own)
+    device = torch.cuda.get_device_name() if model.device.type == "cuda" else "CPU"
+    table = Table(title=f"{BATCHES * BATCH} requests each, {RUNNING} at once, {device}, {valid} of {ended} valid")
+    for column in ("requests", "tokens", "us/token", "cost", "CPU us/token", "cost in CPU"):
+        table.add_column(column, justify="right")
+    for kind in KINDS:
+        times = [(each[kind] / tokens[kind], each["plain"] / tokens["plain"]) for each in (wall, cpu)]
+        cells = [cell for own, plain in times for cell in (f"{own * 1e6:.1f}", f"{own / plain - 1:+.1%}")]
+        table.add_row(kind, str(tokens[kind]), *cells)
+    Console().print(table)
+
+
+def is_valid(text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
