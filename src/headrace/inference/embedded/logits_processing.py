@@ -17,6 +17,9 @@ from headrace.inference.embedded.grammar import Masks
 if TYPE_CHECKING:
     from headrace.inference.embedded.request import Request
 
+BIAS = np.array([-np.inf, 0], np.float32)
+"""What is added to the logits of tokens that are not allowed, and of those that are."""
+
 
 class TokenCounts:
     """The distinct tokens of a prompt and its completion, with how often each was sampled."""
@@ -54,13 +57,13 @@ def process_logits(logits: Tensor, requests: Sequence[Request], masks: Masks | N
 
 def penalize(logits: Tensor, requests: Sequence[tuple[int, Request]]) -> None:
     """Penalize the tokens of requests in their rows, in place."""
-    parts = []
-    for row, request in requests:
-        assert request.counts is not None
-        table, params = request.counts.table, request.params
-        settings = [row, params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
-        parts.append(np.vstack([np.repeat([settings], table.shape[1], 0).T, table]))
-    sent = torch.from_numpy(np.hstack(parts)).to(logits.device)
+    tables = [request.counts.table for _, request in requests if request.counts is not None]
+    settings = [
+        (row, each.params.repetition_penalty, each.params.frequency_penalty, each.params.presence_penalty)
+        for row, each in requests
+    ]
+    repeated = np.repeat(np.array(settings), [table.shape[1] for table in tables], axis=0)
+    sent = torch.from_numpy(np.vstack([repeated.T, np.hstack(tables)])).to(logits.device)
     rows, tokens = sent[0].long(), sent[4].long()
     repetition, frequency, presence, counts = sent[[1, 2, 3, 5]].float()
     values = logits[rows, tokens]
@@ -70,8 +73,11 @@ def penalize(logits: Tensor, requests: Sequence[tuple[int, Request]]) -> None:
 
 def mask_tokens(logits: Tensor, rows: Sequence[int], bits: np.ndarray) -> None:
     """Set the logits of tokens whose bit is 0 to minus infinity, in place."""
-    packed = torch.from_numpy(bits.view(np.uint8)).to(logits.device)  # bytes: an eighth of the logits' copy as bools
-    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = ((packed[:, :, None] >> places) & 1).view(len(rows), -1)[:, : logits.shape[1]]
-    own = torch.tensor(rows, device=logits.device)
-    logits[own] = logits[own].masked_fill(allowed == 0, -torch.inf)
+    packed, vocab = bits.view(np.uint8), logits.shape[1]
+    if logits.device.type == "cpu":
+        bias = torch.from_numpy(BIAS[np.unpackbits(packed, axis=1, count=vocab, bitorder="little")])
+    else:  # the bits are sent, an eighth of the bytes of a mask
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        unpacked = (torch.from_numpy(packed).to(logits.device)[:, :, None] >> places) & 1
+        bias = unpacked.view(len(rows), -1)[:, :vocab].float().log()  # of 1 and of 0
+    logits.index_add_(0, torch.from_numpy(np.array(rows)).to(logits.device), bias)
