@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view test-clients test-wheel wheel lint docs snapshots lock clean
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view test-clients test-wheel wheel lint docs snapshots lock clean site
 .DEFAULT_GOAL := help
 
 help:
@@ -29,10 +29,11 @@ help:
 	@echo "make wheel      build the wheel and the source distribution in dist/"
 	@echo "make test-clients  other projects' clients of the server: lm-eval, inspect-ai, litellm, langchain, openai, openai-agents"
 	@echo "make lint       style and types alone"
+	@echo "make site       the documentation as a site, in build/site (its generator is installed in .venv-site)"
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
 	@echo "make lock       write the requirement locks again, except vLLM's (make lock UPGRADE=1: with the newest versions)"
-	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view, .venv-clients and caches (outputs/ stays: it holds your runs)"
+	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view, .venv-clients, .venv-site and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
 	$(BIN)/headrace demo $(ARGS)
@@ -81,6 +82,16 @@ test-vllm: $(DEV) $(VLLM)
 wheel: $(RUNTIME)
 	$(BIN)/python -m hatchling build -d dist
 
+# Warnings, such as a dead link or anchor, are errors.
+site: .venv-site/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict $(ARGS)
+	.venv-site/bin/python scripts/site/check.py
+
+.venv-site/.installed: requirements-site.lock
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install -q -r requirements-site.lock
+	@touch $@
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -99,7 +110,7 @@ lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-ray .venv-view .venv-clients .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-ray .venv-view .venv-clients .venv-site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # The stamps lie inside .venv: deleting it makes the next command install again.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
