@@ -40,7 +40,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     latents: LatentParams | None = None
     """Not a field of vLLM's or OpenAI's: think in latent space. Only `/inference/v1/generate` returns the latents."""
-    routed_experts: bool = False
+    routed_experts: bool | None = None
     """Not a field of vLLM's or OpenAI's: return the experts of each token. Only `/inference/v1/generate` does."""
     spaces_between_special_tokens: Any = None
     logit_bias: Unsupported = {}
