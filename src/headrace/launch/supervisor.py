@@ -167,7 +167,7 @@ class Supervisor:
             self._read()
             now = self._clock.monotonic()
             self._oom.observe(now)
-            self._diagnose(now, {process.name for process in running})
+            self._diagnose({process.name for process in running})
             self._view.show(self.history, self._statuses, self._findings)
             problem = next((str(found) for found in self._findings if found.severity == "problem"), "")
             self._heartbeat.update(self.history.step, self.history.moves, problem, self._restarts.ends)
@@ -211,7 +211,8 @@ class Supervisor:
                 self._view.say(f"{status.process}: {notice}")
             self._notices_shown[status.process, status.pid] = len(status.notices)
 
-    def _diagnose(self, now: float, running: Set[str]) -> None:
+    def _diagnose(self, running: Set[str]) -> None:
+        now = time.monotonic()  # as the heartbeat: what is looked at is this machine, also in a simulation
         if now < self._diagnosed_at + DIAGNOSIS_INTERVAL_S:
             return
         self._diagnosed_at = now
