@@ -17,8 +17,8 @@ from headrace.inference.embedded.grammar import Masks
 if TYPE_CHECKING:
     from headrace.inference.embedded.request import Request
 
-BIAS = np.array([-np.inf, 0], np.float32)
-"""What is added to the logits of tokens that are not allowed, and of those that are."""
+BIAS = np.float32(0), np.float32(-np.inf)
+"""What is added to the logits of tokens that are allowed, and of others."""
 
 
 class TokenCounts:
@@ -75,7 +75,8 @@ def mask_tokens(logits: Tensor, rows: Sequence[int], bits: np.ndarray) -> None:
     """Set the logits of tokens whose bit is 0 to minus infinity, in place."""
     packed, vocab = bits.view(np.uint8), logits.shape[1]
     if logits.device.type == "cpu":
-        bias = torch.from_numpy(BIAS[np.unpackbits(packed, axis=1, count=vocab, bitorder="little")])
+        allowed = np.unpackbits(packed, axis=1, count=vocab, bitorder="little")
+        bias = torch.from_numpy(np.where(allowed, *BIAS))
     else:  # the bits are sent, an eighth of the bytes of a mask
         places = torch.arange(8, dtype=torch.uint8, device=logits.device)
         unpacked = (torch.from_numpy(packed).to(logits.device)[:, :, None] >> places) & 1
