@@ -94,7 +94,8 @@ def test_the_short_run_file_loads_with_a_reward_that_lies_beside_it(tmp_path: Pa
 
 
 def test_make_demo_is_the_command_that_users_run():
-    shown = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    command = ["make", "--no-print-directory", "-n", "demo"]
+    shown = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     assert shown.rstrip().endswith("headrace demo")
 
 

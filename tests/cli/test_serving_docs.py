@@ -6,6 +6,7 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,11 +66,17 @@ def test_the_greeting_is_what_a_server_says():
 
 def test_the_python_example_prints_the_reply(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("openai")
-    (program,) = [text for language, text in BLOCKS if language == "python"]
+    program, structured = [text for language, text in BLOCKS if language == "python"]
     with chat_stand_in() as server:
         server.models = [{"id": "small", "object": "model", "created": 0, "owned_by": "us"}]
-        exec(program.replace("http://127.0.0.1:8000", server.url), {})
+        names: dict[str, Any] = {}
+        exec(program.replace("http://127.0.0.1:8000", server.url), names)
+        exec(structured, names)
     assert capsys.readouterr().out == "Hello."
+    assert [sorted(asked) for asked in server.asked[1:]] == [
+        ["messages", "model", "response_format"],
+        ["messages", "model", "structured_outputs"],
+    ]
 
 
 def test_the_routes_are_those_of_the_server_with_the_keys_they_want():

@@ -58,7 +58,7 @@ def test_what_stands_beside_a_habit_is_still_checked():
     ("changes", "ours"),
     [
         ({"trainer": {"optim": {"learning_rate": 1e-5}}}, "trainer.optim.lr"),
-        ({"orchestrator": {"rollouts_per_example": 8}}, "orchestrator.group_size"),
+        ({"orchestrator": {"num_generations": 8}}, "orchestrator.group_size"),
         ({"max_seq_len": 128}, "seq_len"),
     ],
 )

@@ -5,6 +5,7 @@ import datetime
 import ipaddress
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ async def rotating(
     source = KeySource(config, {}, in_run=True)
     with bind("127.0.0.1", 0) as listener:
         endpoint = rotating.endpoints / "inference.json"
-        server = main._EngineServer(config, listener, source, None, endpoint, None)
+        server = main._EngineServer(config, listener, source, None, endpoint, None, nullcontext)
         app = App(await backend_of(model, model_directory), chat_of(model_directory), source.read())
         stop = asyncio.Event()
         serving = asyncio.create_task(server._listen(app, stop))

@@ -14,11 +14,11 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.config.base import ConfigError
-from headrace.config.monitors import OtelConfig
-from headrace.transport.run_dir import RunDir
+if TYPE_CHECKING:  # a worker of an environment starts without the types of run files
+    from headrace.config.monitors import OtelConfig
+    from headrace.transport.run_dir import RunDir
 
 EXPORT_TIMEOUT_S = 5.0
 MAX_OPEN_GROUPS = 10_000
@@ -34,6 +34,8 @@ def check_installed(config: OtelConfig | None) -> None:
     """Raise `ConfigError` if traces are configured and OpenTelemetry is not installed, without importing it."""
     if config is None or not config.enabled:
         return
+    from headrace.config.base import ConfigError
+
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.exporter.otlp"):
         if importlib.util.find_spec(package) is None:
             fix = "pip install 'headrace[otel]', or remove the section."

@@ -202,6 +202,7 @@ SENTENCES = {
     "processes": "Processes for symbolic comparison.",
     "providers": "A list of {provider, kwargs, share, order_by}: where the samples come from.",
     "reward_mode": '"additive", or "weighted_length_penalty".',
+    "rewards": "The rewards that are added up: registered names, import paths or files.",
     "seed": "Random seed; unset: that of the run.",
     "settings": "The family's own settings.",
     "shuffle": "Whether the order is random.",
@@ -217,6 +218,7 @@ SENTENCES = {
     "tags": "The pair of tags around the thinking; unset: <think> and </think>.",
     "timeout": "Seconds that one comparison, request or program may take.",
     "tokenizer_name": 'Whose tokens are counted; unset: those of the run\'s model; "" for words.',
+    "weights": "A factor for each of the rewards; unset: 1.",
     "zero_shot_path": "Results of the base model on each example: JSONL with `key`, `correct` and `thinking_tokens`.",
 }
 
@@ -248,16 +250,15 @@ def kwargs_under(root: type[Config], key: str, tree: dict[str, Any] | None) -> l
 
 
 def _plugins(table: str, tree: dict[str, Any] | None) -> list[Plugin]:
-    """Return the plugins whose kwargs this table holds: the one that the file names, else all registered ones."""
-    from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
+    """Return the plugins whose kwargs this table holds: the one that is chosen, or every data provider."""
+    from headrace.environments.hackable.registry import DATA_PROVIDERS
     from headrace.environments.rewards.registry import REWARDS
 
     written = {name: section for name, section in (tree or {}).items() if name in ("objective", "data")}
     given = HackableConfig.model_validate(written)
     match table.split(".", 2):
         case ["objective", "kwargs"]:
-            named = given.objective.class_path or given.objective.name
-            return [objective_named(name) for name in ([named] if named else OBJECTIVES.names)]
+            return [objective_named(given.objective.chosen)]
         case ["data", "kwargs"] | ["data", "eval", "kwargs"]:
             chosen = given.data.chosen
             return [provider_named(name) for name in ([chosen] if chosen else DATA_PROVIDERS.names)]
