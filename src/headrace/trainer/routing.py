@@ -12,6 +12,7 @@ operator that the compiler does not look into; running it again writes the same 
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, Literal, NamedTuple
 
@@ -124,8 +125,7 @@ class _ReplacedChoice(TorchFunctionMode):
 def _observe(chosen: Tensor, own: Tensor, recorded: Tensor, logits: Tensor, place: Tensor) -> Tensor:
     """Store the statistics of a layer, and return a copy of the chosen experts."""
     logprobs = torch.log_softmax(logits.float(), -1)
-    uniform = torch.log(torch.tensor(float(logits.shape[1])))
-    entropy = -(logprobs.exp() * logprobs).sum() / uniform.to(logits.device)
+    entropy = -(logprobs.exp() * logprobs).sum() / math.log(logits.shape[1])  # a tensor would be copied to a GPU
     loads = torch.zeros(logits.shape[1], device=logits.device)
     loads.index_add_(0, chosen.flatten(), loads.new_ones(chosen.numel()))
     is_recorded = recorded[:, 0] >= 0
