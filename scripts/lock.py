@@ -1,4 +1,4 @@
-"""Write the locks anew: exact versions of everything that pyproject.toml's dependencies bring in.
+"""Write the locks: exact versions of everything that pyproject.toml's dependencies bring in.
 
 Resolved by pip in a fresh virtual environment. The packages already locked keep their versions where pyproject.toml
 allows it; with `--upgrade` the newest are taken. One lock serves every supported Python and machine: that no package
