@@ -64,7 +64,8 @@ def test_requests_are_paused_for_the_trainer_and_continue_after(
     request = thread.submit([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
     until(lambda: request.sampled_since(0).token_ids, "nothing is sampled")
     take(trainer)
-    assert thread.state().waits_for_trainer and thread.state().hand_overs == 1
+    until(lambda: thread.state().waits_for_trainer, "the engine does not wait")  # it notices right after the release
+    assert thread.state().hand_overs == 1
     sampled = len(request.sampled_since(0).token_ids)
     assert 0 < sampled < 40
     late = thread.submit([7], SamplingParams(max_tokens=2))  # waits in the queue
