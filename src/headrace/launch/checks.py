@@ -177,20 +177,18 @@ def check_model_support(subject: Subject) -> Iterator[BadInput]:
     if samples and config.inference.engine == "embedded" and (obstacle := embedded_obstacle(settings)) is not None:
         yield refused(obstacle, fix='Set inference.engine = "vllm".')
     has_experts = any(settings.get(key) not in (None, 0, 1) for key in EXPERT_KEYS)
-    if isinstance(config, RunConfig) and config.orchestrator.routed_experts and has_experts:
-        yield from _check_routes(config)
-
-
-def _check_routes(config: RunConfig) -> Iterator[BadInput]:
-    """Check that the engine returns the experts that the trainer needs."""
-    on_cpu = config.launch.on == "local" and not visible_gpus()
-    if config.inference.engine == "vllm" and on_cpu and not config.orchestrator.client.base_url:
+    if isinstance(config, RunConfig) and has_experts and config.inference.engine == "vllm" and _samples_on_cpus(config):
         yield BadInput(
-            "vLLM returns the experts of tokens on GPUs only, and this machine has none",
-            key="trainer.router_replay",
-            value=config.trainer.router_replay,
-            fix='Set it to "off", or inference.engine = "embedded".',
+            "vLLM on CPUs neither takes new weights of experts nor returns which experts a token took",
+            key="inference.engine",
+            value=config.inference.engine,
+            fix='Set it to "embedded", or use a machine with GPUs.',
         )
+
+
+def _samples_on_cpus(config: RunConfig) -> bool:
+    """Whether the run starts its own engines on this machine, which has no GPU."""
+    return config.launch.on == "local" and not visible_gpus() and not config.orchestrator.client.base_url
 
 
 def check_own_code(subject: Subject) -> Iterator[BadInput]:
