@@ -122,6 +122,6 @@ def test_the_cpu_image_is_built_from_a_debian_tree_and_trains(tmp_path: Path) ->
     assert int(size.split()[0]) < MAX_CPU_IMAGE_BYTES
     assert buildah("run", container, "--", "id", "-u") == "10001"
     buildah("run", container, "--", *described["Cmd"], "--max_steps", "3")
-    assert (tree / "work" / "outputs" / "reverse-text" / "model" / "model.safetensors").is_file()
+    assert (tree / "workspace" / "outputs" / "reverse-text" / "model" / "model.safetensors").is_file()
     buildah("run", container, "--", *described["Healthcheck"]["Test"][1:])
     buildah("rm", container)
