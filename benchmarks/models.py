@@ -173,6 +173,17 @@ def write_qwen3(directory: Path, size: str) -> None:
     byte_tokenizer().save(str(directory / "tokenizer.json"))
 
 
+def fill_randomly(module: Any) -> None:
+    """Give a model that was built without loading its weights random ones; an adapter keeps its own."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_" not in name:
+                parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the directory of SmolLM2-135M-Instruct, and print where it is.")
     parser.add_argument("directory", type=Path, nargs="?", help=f"folder to keep it in (default: {default_cache()})")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.models import qwen3_config
+from benchmarks.models import fill_randomly, qwen3_config
 from benchmarks.trainer.gpu_cases import PEAK, Case, draw
 from rich.console import Console
 from rich.table import Table
@@ -76,11 +76,7 @@ def build(config: Any, case: Case, implementation: str, *, compiles: bool) -> Pa
             activation_checkpointing="auto",
             compile=compiles,
         )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.module.named_parameters():
-            if ".lora_" not in name:
-                parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
+    fill_randomly(model.module)
     return model
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.models import qwen3_config
+from benchmarks.models import fill_randomly, qwen3_config
 from benchmarks.trainer import gpu_variants
 from benchmarks.trainer.gpu_cases import CASES, PEAK, Case, draw
 from benchmarks.trainer.gpu_plain import PlainStep
@@ -59,11 +59,7 @@ def build(case: Case, directory: Path, **settings: Any) -> PackedModel:
             **settings,
         },
     )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.module.named_parameters():
-            if ".lora_" not in name:
-                parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
+    fill_randomly(model.module)
     return model
 
 
