@@ -55,6 +55,7 @@ print(json.dumps([names, culprits]))
     [
         pytest.param(LIGHT_PACKAGES, LIGHT_MODULES, HEAVY, id="what runs beside the trainer"),
         pytest.param(("inference.server",), ("cli.serve",), ("pyarrow", "headrace.observe.terminal"), id="a server"),
+        pytest.param((), ("cli.doctor",), ("numpy", "asyncio", "sqlite3", "urllib.request"), id="the doctor"),
     ],
 )
 def test_a_process_does_not_import_heavy_modules_that_it_does_not_use(
@@ -67,7 +68,7 @@ def test_a_process_does_not_import_heavy_modules_that_it_does_not_use(
     )
     assert done.returncode == 0, done.stderr
     names, culprits = json.loads(done.stdout)
-    assert len(names) > 10
+    assert len(names) > 10 or not packages
     assert culprits == {}, f"heavy module: the first light module whose import loads it: {culprits}"
 
 

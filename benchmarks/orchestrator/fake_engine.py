@@ -25,7 +25,7 @@ from headrace.inference.schema import (
     UpdateWeightsResponse,
     WeightVersionSpan,
 )
-from headrace.rollout.batch import SCHEMA
+from headrace.rollout.schema import SCHEMA
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.endpoint import Endpoint, write_endpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import resource
 import shutil
@@ -31,6 +30,8 @@ COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "tr
 
 def own_versions() -> dict[str, str]:
     """Return the versions on which numbers depend; builds of one version for other devices count as the same."""
+    import importlib.metadata  # a slow import
+
     versions = {"headrace": headrace.__version__}  # of a source folder, which has no metadata
     with suppress(importlib.metadata.PackageNotFoundError):
         versions["headrace"] = importlib.metadata.version("headrace")

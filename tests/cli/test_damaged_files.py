@@ -11,7 +11,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.inference.model_shape import check_weights
 from headrace.observe.metrics import read_metrics
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
 from tests.end_to_end.test_recorded_runs import RECORDED, copy_recorded_runs

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from headrace.rollout.batch import SCHEMA, Batch, BatchSample, DamagedFile, SchemaError, encode_batch, read_batch
+from headrace.rollout.batch import Batch, BatchSample, encode_batch, read_batch
+from headrace.rollout.schema import SCHEMA, DamagedFile, SchemaError
 from headrace.rollout.types import Sample
 from tests.rollout.strategies import FIXED, assert_same, floats32, sample, samples
 

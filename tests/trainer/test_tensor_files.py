@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from headrace.errors import Repaired
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.trainer import checkpoint, tensor_files
 from headrace.trainer.checkpoint import Checkpoints, TrainState
 from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.cli.main import main
 from headrace.config.trainer import LoraConfig, TrainingConfig
 from headrace.errors import BadInput
-from headrace.rollout.batch import SchemaError
+from headrace.rollout.schema import SchemaError
 from headrace.trainer import checkpoint, warmup
 from headrace.trainer.checkpoint import Checkpoints, ResumeError, TrainState, starting_point
 from headrace.trainer.learner import Learner

@@ -23,7 +23,7 @@ from headrace.launch.run_directory import plan_directory
 from headrace.launch.saved_config import read_run, save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.runfile.reading import validate
 from headrace.trainer.checkpoint import ResumeError
 from headrace.trainer.dpo import DpoTrainer, ReferenceTotals

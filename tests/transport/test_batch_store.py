@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.rollout.batch import Batch, DamagedFile
+from headrace.rollout.batch import Batch
+from headrace.rollout.schema import DamagedFile
 from headrace.transport.batches import BatchStore
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import SCHEMA, SchemaError
+from headrace.rollout.schema import SCHEMA, SchemaError
 from headrace.transport.endpoint import (
     Endpoint,
     new_endpoint_path,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput, Failure
-from headrace.rollout.batch import SchemaError
 from headrace.rollout.fingerprint import Fingerprint
+from headrace.rollout.schema import SchemaError
 from headrace.transport.journal import Journal, fork
 from headrace.transport.journal_entries import AlgorithmState, Clock, Draw, Entries, FileRecord, Outcome, Totals
 from headrace.transport.journal_files import network_file_system

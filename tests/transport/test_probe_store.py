@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.rollout.batch import Batch, BatchSample, SchemaError, encode_batch
+from headrace.rollout.batch import Batch, BatchSample, encode_batch
+from headrace.rollout.schema import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.batches import KEEP_LAST_PROBES, TRAINER_LOGPROBS, ProbeStore
 from tests.rollout.strategies import sample

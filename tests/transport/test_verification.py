@@ -9,8 +9,9 @@ import pytest
 from headrace.cli.main import main
 from headrace.config.files import dump_sealed, has_digest
 from headrace.launch.own_code import save_folders
-from headrace.rollout.batch import Batch, BatchSample, DamagedFile
+from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.digest import digest_of, seal
+from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version
 from headrace.runfile.run import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.rollout.batch import SCHEMA, SchemaError
+from headrace.rollout.schema import SCHEMA, SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.digests import DIGESTS
 from headrace.transport.files import MARKER

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.cli.common import refuse_occupied
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.transport.files import MARKER
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import read_settings
 from headrace.transport.files import check_regular
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from headrace.rollout.batch import SCHEMA
+from headrace.rollout.schema import SCHEMA
 from headrace.rollout.version import Version
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import seal
+from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 

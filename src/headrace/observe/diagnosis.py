@@ -7,7 +7,6 @@ limit is a fixed time, or thrice the longest of the recent steps if that is more
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -318,7 +317,7 @@ def _pace(run: RunState) -> Iterator[Finding]:
 
     def mean(name: str) -> float | None:
         values = [float(step[name]) for step in steps if step.get(name) is not None]
-        return statistics.fmean(values) if values else None
+        return sum(values) / len(values) if values else None
 
     batch = mean("time/batch") or 0.0
     trained = mean("effective_batch_size")

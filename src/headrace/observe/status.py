@@ -11,7 +11,6 @@ how long ago, on its own monotonic clock, it saw the file change.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import os
@@ -340,6 +339,8 @@ async def wait_for(
     awaitable: Awaitable[T], what: str, source: str, status: Status, *, deadline: float | None = None
 ) -> T:
     """Return the result of an awaitable; log waits of more than a minute; raise `WaitTimeout` at the deadline."""
+    import asyncio  # only the orchestrator needs it
+
     task = asyncio.ensure_future(awaitable)
     try:
         with _waiting(what, source, status, deadline) as check:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
 
 NUMBERS = {

@@ -10,33 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from headrace.errors import BadInput, Failure
-from headrace.rollout.digest import NO_DIGEST, digest_of, is_whole
+from headrace.rollout.digest import NO_DIGEST, digest_of
+from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.types import TOKEN_ARRAYS, Rollout, Sample
 
-T = TypeVar("T", bound=msgspec.Struct)
-
-SCHEMA = 1
 _HEADER_KEY = "headrace"
 _STREAM = "stream."
 _PRESENT = "present."
 _DIGEST = re.compile(rb'\\"file_digest\\":\\"(.{32})\\"', re.DOTALL)
 """The digest in the header, which is JSON in a string of JSON. It is computed with zeros in its own place."""
-
-
-class SchemaError(Failure):
-    """A file or message that is malformed or was written by a newer Headrace."""
-
-
-class DamagedFile(BadInput, SchemaError):
-    """A file that differs from what was written, or that cannot be read as what it must be."""
 
 
 class BatchSample(msgspec.Struct):
@@ -82,31 +71,6 @@ class _File(msgspec.Struct):
     """The header of a safetensors file."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
-
-
-class _SchemaOnly(msgspec.Struct):
-    schema: int
-
-
-def check_schema(schema: int, source: str, newest: int = SCHEMA) -> None:
-    """Raise SchemaError if `schema` is newer than this Headrace reads."""
-    if schema > newest:
-        raise SchemaError(
-            f"{source} has schema {schema}, but this Headrace reads up to {newest}: "
-            "it was written by a newer version; upgrade this process"
-        )
-
-
-def decode_versioned(content: bytes | str, kind: type[T], source: str) -> T:
-    """Decode a JSON document with a `schema` field, checking its seal, if any, and the schema before other fields."""
-    encoded = content.encode() if isinstance(content, str) else content
-    if is_whole(encoded) is False:
-        raise DamagedFile("damaged: its content does not match its digest", file=source)
-    try:
-        check_schema(msgspec.json.decode(encoded, type=_SchemaOnly).schema, source)
-        return msgspec.json.decode(encoded, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedFile(f"not readable: {error}", file=source) from error
 
 
 def encode_batch(batch: Batch) -> bytes:

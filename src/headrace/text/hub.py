@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 
 
 def read_settings(path: Path) -> dict[str, Any]:

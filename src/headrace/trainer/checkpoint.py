@@ -20,9 +20,9 @@ from torch import Tensor
 
 from headrace.errors import BadInput, Repaired
 from headrace.machine import free_memory
-from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import seal
 from headrace.rollout.fingerprint import Fingerprint
+from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS, fits_host
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tensor_files import (

@@ -30,7 +30,7 @@ from torch.nn.functional import logsigmoid
 
 from headrace.config.dpo import DpoConfig
 from headrace.config.trainer import ReferenceConfig
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.trainer.checkpoint import ResumeError
 from headrace.trainer.forward_passes import sequence_logprobs

@@ -25,8 +25,9 @@ from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.latents import is_gate
 from headrace.inference.schema import LatentParams
 from headrace.machine import free_memory, own_versions
-from headrace.rollout.batch import Batch, DamagedFile
+from headrace.rollout.batch import Batch
 from headrace.rollout.packing import pack, pack_for_worker
+from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory

@@ -21,7 +21,8 @@ from headrace.errors import Repaired
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
-from headrace.rollout.batch import Batch, DamagedFile
+from headrace.rollout.batch import Batch
+from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.trainer.host_copies import pin_ahead

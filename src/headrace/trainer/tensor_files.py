@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from headrace.inference.weights.buffers import as_bytes
-from headrace.rollout.batch import DamagedFile
 from headrace.rollout.digest import digest_of
+from headrace.rollout.schema import DamagedFile
 from headrace.trainer.host_copies import BUCKET_BYTES
 from headrace.transport.checkpoint_files import XXH3, BlockDigests, block_spans, read_into
 from headrace.transport.files import check_regular

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,16 +81,18 @@ class _Driver:
     def _request(self, query: str, body: bytes | None = None) -> bytes | None:
         """Return the answer; None if there is none: the driver is restarting, or the network is down."""
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        import urllib.request  # only processes of a cluster need it
+
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(f"{self._url}{query}", body, headers)
         try:
-            with _direct.open(request, timeout=REQUEST_TIMEOUT_S) as response:
+            with direct.open(request, timeout=REQUEST_TIMEOUT_S) as response:
                 return bytes(response.read())
         except OSError as error:
             log.debug("announcements: %s", error)
             return None
 
 
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _driver: _Driver | None = None
 
 

@@ -12,8 +12,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.rollout.batch import Batch, BatchSample, DamagedFile, SchemaError, encode_batch, read_batch
+from headrace.rollout.batch import Batch, BatchSample, encode_batch, read_batch
 from headrace.rollout.digest import digest_of
+from headrace.rollout.schema import DamagedFile, SchemaError
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
 from headrace.transport.announcements import announce, names

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import Content, digest_of
+from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.transport.digests import check_file, file_digest
 from headrace.transport.files import MARKER, STEP, check_regular
 

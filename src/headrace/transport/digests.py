@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import NO_DIGEST, digest_of, digest_of_parts, is_whole, seal
+from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.transport.files import check_regular
 
 CHUNK_BYTES = 1 << 20

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import FENCED, BadInput, Failure
-from headrace.rollout.batch import SchemaError, decode_versioned
 from headrace.rollout.digest import seal
+from headrace.rollout.schema import SchemaError, decode_versioned
 from headrace.transport.files import discard_drafts, refresh, temporary, use_drafts
 from headrace.transport.lease import RENEWAL_S, Holder, Lease, Observer, Verdict, is_gone, this_process
 

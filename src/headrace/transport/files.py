@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.errors import Fenced
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 
 MARKER = "COMPLETE.json"
 """Written last into a directory that another process waits for; a directory without it is incomplete."""

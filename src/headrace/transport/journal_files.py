@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.machine import file_system
-from headrace.transport.journal_schema import has_log, log_of
 
 FIRST_JOURNAL = "journal.sqlite"
 LOG_HEADER_BYTES = 32
@@ -65,6 +64,15 @@ def copy_journal(source: Path, target: Path) -> None:
                     shutil.copyfile(part, copy)
         if header == _log_header(source):
             return
+
+
+def log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def has_log(path: Path) -> bool:
+    """Return whether a journal has a log, by a listing: a host remembers that a name did not exist."""
+    return path.parent.is_dir() and log_of(path).name in os.listdir(path.parent)
 
 
 def _log_header(path: Path) -> bytes:

@@ -11,7 +11,6 @@ the log is read here before SQLite opens it.
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
 import struct
@@ -26,7 +25,8 @@ import msgspec
 import numpy as np
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import check_schema
+from headrace.rollout.schema import check_schema
+from headrace.transport.journal_files import has_log, log_of
 
 JOURNAL_SCHEMA = 5
 OLDEST_SCHEMA = 4
@@ -235,15 +235,6 @@ def check_log(path: Path) -> None:
                 "over, or export the newest checkpoint with `headrace export`.",
             )
         content = again
-
-
-def log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
-
-
-def has_log(path: Path) -> bool:
-    """Return whether a journal has a log, by a listing: a host remembers that a name did not exist."""
-    return path.parent.is_dir() and log_of(path).name in os.listdir(path.parent)
 
 
 def is_at_rest(path: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA
+from headrace.rollout.schema import SCHEMA
 
 RENEWAL_S = 1.0
 """Interval between two renewals of a lease."""

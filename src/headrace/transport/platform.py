@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.digest import seal
+from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.transport.files import write_atomically
 
 

@@ -34,9 +34,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import DamagedFile
 from headrace.rollout.digest import NO_DIGEST
 from headrace.rollout.merge import merge_turns, observed_roles
+from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import (
     KNOWN_STREAMS,
     LATENTS,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headrace.transport.batches import BatchStore, ProbeStore
 from headrace.transport.files import DIGITS, MARKER, STEP
 from headrace.transport.journal_files import newest_journal
 from headrace.transport.token_exports import TokenExports
 from headrace.transport.weights import WeightStore
+
+if TYPE_CHECKING:
+    from headrace.transport.batches import BatchStore, ProbeStore
 
 
 class RunDir:
@@ -37,10 +41,20 @@ class RunDir:
         self.reference = root / "reference"
         self.final_model = root / "model"
         self.final_adapter = root / "adapter"
-        self.batches = BatchStore(root / "batches")
         self.weights = WeightStore(root / "weights")
-        self.probes = ProbeStore(root / "probes")
         self.tokens = TokenExports(root / "tokens")
+
+    @cached_property
+    def batches(self) -> BatchStore:
+        from headrace.transport.batches import BatchStore  # with numpy, which takes longer than all other imports
+
+        return BatchStore(self.root / "batches")
+
+    @cached_property
+    def probes(self) -> ProbeStore:
+        from headrace.transport.batches import ProbeStore
+
+        return ProbeStore(self.root / "probes")
 
     def create_directories(self) -> None:
         """Create the directories in which processes wait for each other, before one of them looks for one.

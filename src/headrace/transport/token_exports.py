@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.transport.files import STEP
 
 HEADER_KEY = "headrace"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.errors import BadInput
-from headrace.rollout.batch import DamagedFile, read_batch
+from headrace.rollout.batch import read_batch
+from headrace.rollout.schema import DamagedFile
 from headrace.transport.checkpoint_files import check_checkpoint
 from headrace.transport.digests import DIGESTS, check_directory, check_file, check_parquet, check_sealed
 from headrace.transport.epochs import EPOCHS

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import Failure
-from headrace.rollout.batch import SCHEMA, decode_versioned
 from headrace.rollout.digest import seal
+from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
 from headrace.transport.announcements import announce, names
 from headrace.transport.blocking import require_regular

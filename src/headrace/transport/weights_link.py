@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from headrace.errors import Failure
-from headrace.rollout.batch import SCHEMA, decode_versioned
+from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -15,7 +15,8 @@ from headrace.cli.main import main
 from headrace.errors import BadInput
 from headrace.launch.saved_config import pin, read_rl_run, save
 from headrace.observe.status import Status
-from headrace.rollout.batch import Batch, BatchSample, DamagedFile, batch_of
+from headrace.rollout.batch import Batch, BatchSample, batch_of
+from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.runfile.reading import put, validate
 from headrace.runfile.run import RunConfig

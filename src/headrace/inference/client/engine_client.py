@@ -48,7 +48,7 @@ from headrace.inference.schema import (
     read_scores,
 )
 from headrace.observe import tracing
-from headrace.rollout.batch import SCHEMA
+from headrace.rollout.schema import SCHEMA
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import Endpoint, EndpointReader
 

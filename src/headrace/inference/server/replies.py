@@ -28,7 +28,7 @@ from headrace.inference.schema import SCHEMA_HEADER, ErrorDetail, ErrorResponse
 from headrace.inference.server.keys import Forbidden, Unauthorized
 from headrace.inference.server.reading import ClientGone, TooLarge, TooSlow
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
-from headrace.rollout.batch import SCHEMA
+from headrace.rollout.schema import SCHEMA
 
 T = TypeVar("T")
 Handler = Callable[[HttpRequest], Awaitable[Response]]

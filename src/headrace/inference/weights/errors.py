@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.errors import Failure
-from headrace.rollout.batch import SchemaError
+from headrace.rollout.schema import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightsMarker, read_marker
 

@@ -32,7 +32,7 @@ from headrace.inference.weights import nccl
 from headrace.inference.weights.buffers import digest, digests, free_staging, stage, view_tensors
 from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclError, NcclPair
-from headrace.rollout.batch import SchemaError
+from headrace.rollout.schema import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
     TIMEOUT_S,

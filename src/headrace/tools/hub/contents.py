@@ -15,7 +15,7 @@ from headrace.errors import BadInput
 from headrace.launch.run_directory import checkpoints, in_use
 from headrace.launch.saved_config import read_run
 from headrace.observe.summary import title
-from headrace.rollout.batch import DamagedFile
+from headrace.rollout.schema import DamagedFile
 from headrace.tools.hub.card import dataset_card, model_card, rollouts_card, run_card
 from headrace.tools.hub.folder import Listing, list_folder, refuse_running, refuse_secrets, refuse_secrets_in
 from headrace.tools.hub.layout import (

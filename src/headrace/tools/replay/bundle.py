@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 
 from headrace.launch.saved_config import pin, read_rl_run, save
-from headrace.rollout.batch import SCHEMA, DamagedFile, decode_versioned
 from headrace.rollout.digest import seal
+from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import model_directory
 from headrace.tools.replay.source import with_overrides

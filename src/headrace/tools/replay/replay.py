@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from headrace.errors import BadInput
 from headrace.launch.saved_config import save
 from headrace.observe.token_view import read_tokens
-from headrace.rollout.batch import Batch, DamagedFile, encode_batch
+from headrace.rollout.batch import Batch, encode_batch
+from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
 from headrace.tools.replay.bundle import Manifest, is_bundle, unpack, write_bundle
