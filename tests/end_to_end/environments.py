@@ -101,3 +101,15 @@ class Hanging(Letters):
             await asyncio.sleep(0.1)
         block()
         return await super().run(task, context)
+
+
+class Judged(Letters):
+    """Episodes take longer than a third of a minute, and the rewards of a group hang while they are asked to."""
+
+    async def run(self, task, context):
+        await asyncio.sleep(22)
+        return await super().run(task, context)
+
+    async def score_group(self, rollouts):
+        while hangs("awaits"):
+            await asyncio.sleep(0.1)

@@ -112,6 +112,19 @@ def test_an_environment_that_hangs_is_named(how: str, kind: str, tmp_path: Path,
         wait_until(lambda: latest_step(run) > before, "a step after the hang")
 
 
+def test_a_stall_of_unknown_cause_is_named_within_a_minute_in_a_run_with_long_steps(tmp_path: Path, tiny_model: Path):
+    with live_run(tmp_path, tiny_model, {"environments:Letters": "environments:Judged"}) as (run, _):
+        assert max(RunReader(run).read().history.step_seconds) > NAMED_S / 3
+        assert report(run) == (0, [])
+        (tmp_path / "hang").write_text("awaits")
+        wait_until(lambda: RunReader(run).read().quiet_s > NAMED_S / 2, "a run without a sign of progress", 180)
+        assert "no progress for" in wait_for_finding(run, "stalled", "run")["fact"]
+        assert RunReader(run).read().quiet_s < NAMED_S
+        before = latest_step(run)
+        (tmp_path / "hang").unlink()
+        wait_until(lambda: latest_step(run) > before, "a step after the stall")
+
+
 def fill(disk: Path) -> None:
     with open(disk / "filler", "wb", buffering=0) as filler:
         while True:

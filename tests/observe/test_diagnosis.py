@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,28 @@ import msgspec
 import pytest
 
 from headrace.cli.main import main
+from headrace.launch.heartbeat import Heartbeat
 from headrace.machine import KernelProcess, list_processes
-from headrace.observe.diagnosis import CLOCK_S, LONG_WAIT_S, SILENT_S, STALL_S, Finding, Notices, RunState, diagnose
+from headrace.observe.diagnosis import (
+    CLOCK_S,
+    LONG_WAIT_S,
+    LONG_WORK_S,
+    SILENT_S,
+    STALL_S,
+    Finding,
+    Notices,
+    RunState,
+    diagnose,
+    signs_of_progress,
+    works_long,
+)
 from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
 from headrace.observe.run_state import TAIL_BYTES, RunReader, last_line, unreachable_servers
 from headrace.observe.status import ObservedStatus, Progress, Status, not_up
+from headrace.transport.files import MARKER
 from headrace.transport.run_dir import RunDir
+from tests.observe.test_status import Clocks
 
 NOW = 1000.0
 HERE = "here"
@@ -228,7 +243,7 @@ def test_few_rollouts_with_a_signal_are_a_warning() -> None:
 
 
 def test_an_environment_hangs_if_no_episode_has_a_request_for_longer_than_usual() -> None:
-    run = healthy()
+    run = healthy(last_sign=NOW - 31)
     hanging = {"oldest_episode_env": "letters", "oldest_episode_s": 31.0, "dispatcher/inflight_train": 16}
     change(run, "orchestrator", gauges=hanging, progress=Progress("rollouts", 3, 16, NOW - 31))
     assert found(run) == []  # an engine works
@@ -238,8 +253,11 @@ def test_an_environment_hangs_if_no_episode_has_a_request_for_longer_than_usual(
     change(run, "orchestrator", progress=Progress("rollouts", 3, 16, NOW - 5))
     assert found(run) == []  # other episodes arrive
     change(run, "orchestrator", progress=Progress("rollouts", 3, 16, NOW - 31))
-    run.history = steps(6, seconds=20.0)
-    assert found(run) == []  # steps take that long
+    change(run, "trainer", waiting_for="")
+    run.heartbeat = msgspec.structs.replace(run.heartbeat, last_sign=NOW - 5)
+    assert found(run) == []  # the trainer has micro-batches left
+    run.heartbeat = msgspec.structs.replace(run.heartbeat, last_sign=NOW - 31, longest_quiet_s=30.0)
+    assert found(run) == []  # it often takes that long
 
 
 def test_a_saturated_engine_names_what_limits_it() -> None:
@@ -261,9 +279,9 @@ def test_a_trainer_is_behind_if_batches_mostly_wait_for_it_unless_they_share_a_d
 
 def test_a_gpu_that_is_not_returned_is_named_by_the_side_that_waits() -> None:
     run = healthy()
-    change(run, "inference", waiting_for="the GPU from the trainer", waiting_since=NOW - 29)
-    assert found(run) == []  # thrice a step of 10 s
-    change(run, "inference", waiting_since=NOW - 30)
+    change(run, "inference", waiting_for="the GPU from the trainer", waiting_since=NOW - 30)
+    assert found(run) == []  # the trainer works
+    run.heartbeat = msgspec.structs.replace(run.heartbeat, last_sign=NOW - 30)
     assert found(run) == [("gpu", "problem", "inference")]
     run.history = History()
     assert found(run) == []  # the first step may compile
@@ -272,16 +290,55 @@ def test_a_gpu_that_is_not_returned_is_named_by_the_side_that_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "threshold"), [([], STALL_S), ([2.0, 3.0], STALL_S), ([84.0], 252), ([500.0, *[30.0] * 10], 90)]
+    ("longest_quiet_s", "named_s", "surely_s"), [(0.0, STALL_S, STALL_S), (40.0, 50.0, 80.0), (100.0, 125.0, 200.0)]
 )
-def test_a_stall_is_judged_by_the_longest_recent_step(step_seconds: Sequence[float], threshold: float) -> None:
-    history = History()
-    for step, seconds in enumerate(step_seconds, 1):
-        history.add({"step": step, "time": 1.0, "process": "trainer", "loss": 0.1, "time/step": seconds})
-    for age, expected in ((threshold - 1, []), (threshold, ["stalled"])):
-        run = healthy(history, last_progress=NOW - age)
+def test_a_stall_is_judged_by_the_signs_of_progress_and_not_by_the_length_of_steps(
+    longest_quiet_s: float, named_s: float, surely_s: float
+) -> None:
+    for age, expected in ((named_s - 1, None), (surely_s - 1, "warning"), (surely_s, "problem")):
+        run = healthy(steps(6, seconds=500.0), last_sign=NOW - age, longest_quiet_s=longest_quiet_s)
         change(run, "orchestrator", progress=None, gauges={}, waiting_for="rollouts", waiting_since=NOW - age)
-        assert [finding.kind for finding in diagnose(run)] == expected
+        severity = None if age < named_s else expected
+        assert found(run) == ([("stalled", severity, "run")] if severity else [])
+
+
+@pytest.mark.parametrize("quiet_s", [20, 46])
+def test_a_stall_of_a_run_with_long_steps_is_named_within_a_minute_and_a_healthy_one_never(
+    quiet_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks(monkeypatch)
+    heartbeat, history = Heartbeat(tmp_path / "heartbeat.json"), History()
+    step_s, stalls_at = 140, 2 * 140 + 70
+    for second in range(stalls_at + 61):
+        step, within = divmod(min(second, stalls_at), step_s)
+        if within == 0 and step:
+            history.add({"step": step, "time": 1.0, "process": "trainer", "loss": 0.1, "time/step": float(step_s)})
+        trainer = status("trainer", TRAINER, f"training step {step + 1}")
+        trainer.progress = Progress("micro-batch", within // quiet_s, 999, clocks.wall)
+        signs = signs_of_progress({"trainer": trainer})
+        heartbeat.update(step, history.moves, "", {}, signs, works_long(trainer))
+        findings = diagnose(RunState(history, {"trainer": trainer}, heartbeat.content))
+        if second <= stalls_at:
+            assert not any(finding.severity == "problem" for finding in findings)
+            assert findings == [] or step == 0
+        clocks.advance(1.0)
+    assert [finding.kind for finding in findings] == ["stalled"]
+
+
+def test_rollouts_that_never_end_are_a_stall_although_tokens_are_sampled() -> None:
+    run = healthy(last_progress=NOW - 3 * 20, last_sign=NOW)
+    change(run, "orchestrator", progress=Progress("rollouts", 3, 16, NOW - 3 * 20))
+    assert found(run) == [("stalled", "problem", "run")]
+    run.history = steps(6, seconds=21.0)
+    assert found(run) == []
+
+
+def test_a_checkpoint_may_take_minutes() -> None:
+    for quiet_s, severity in ((STALL_S, "warning"), (LONG_WORK_S, "problem")):
+        run = healthy(last_sign=NOW - quiet_s, last_progress=NOW - quiet_s)
+        change(run, "orchestrator", progress=None, gauges={})
+        change(run, "trainer", state="saving the checkpoint of step 6", waiting_for="")
+        assert found(run) == [("stalled", severity, "run")]
 
 
 def test_a_stall_says_what_each_process_does() -> None:
@@ -294,8 +351,8 @@ def test_a_stall_says_what_each_process_does() -> None:
 
 
 def test_a_micro_batch_counts_as_progress() -> None:
-    run = healthy(last_progress=NOW - 500)
-    change(run, "trainer", waiting_for="", progress=Progress("micro-batch", 3, 7, NOW - STALL_S))
+    run = healthy(last_progress=NOW - 500, last_sign=NOW - 5)
+    change(run, "trainer", waiting_for="", progress=Progress("micro-batch", 3, 7, NOW - 5))
     assert found(run) == []
 
 
@@ -303,6 +360,8 @@ def test_a_first_step_that_compiles_is_only_a_warning() -> None:
     run = healthy(History(), last_progress=NOW - 500)
     change(run, "orchestrator", progress=None, waiting_for="rollouts", waiting_since=NOW - 500)
     assert found(run) == [("stalled", "problem", "run")]
+    run = healthy(History(), last_progress=NOW - LONG_WORK_S + 1)
+    change(run, "orchestrator", progress=None, waiting_for="rollouts", waiting_since=NOW - LONG_WORK_S + 1)
     change(run, "trainer", state="compiling", waiting_for="")
     assert found(run) == [("stalled", "warning", "run")]
 
@@ -363,6 +422,32 @@ def test_errors_about_memory_are_found_at_the_end_of_a_log(tmp_path: Path) -> No
     assert last_line(log) == "12:00:01 stopping"
     log.write_text(log.read_text() + "12:10:00 serving\n" * 1000)
     assert RunReader(run).read().memory_errors == {}
+
+
+def test_a_checkpoint_may_be_deleted_while_its_size_is_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    beat = HeartbeatContent(NOW, 1, "finished")
+    run.heartbeat.write_bytes(msgspec.json.encode(beat))
+    done = threading.Event()
+
+    def replace() -> None:
+        while not done.is_set():
+            for step in (1, 2):
+                checkpoint = run.checkpoints / f"step-{step:08d}"
+                checkpoint.mkdir(parents=True)
+                for name in (*map(str, range(20)), MARKER):
+                    (checkpoint / name).write_bytes(b"content")
+                shutil.rmtree(run.checkpoints / f"step-{3 - step:08d}", ignore_errors=True)
+            shutil.rmtree(run.checkpoints)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert diagnose(RunReader(run).read()) == []
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_only_the_end_of_long_metrics_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,13 @@ import socket
 import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from headrace.observe.diagnosis import RECENT_STEPS
 from headrace.observe.heartbeat import HeartbeatContent
 from headrace.transport.files import write_atomically
 
@@ -35,15 +37,38 @@ class Heartbeat:
     def __init__(self, path: Path, url: str | None = None, interval: float = 60.0) -> None:
         self._path, self._url, self._interval = path, url, interval
         self._moves, self._moved_at = -1, time.monotonic()
+        self._signs: object = None
+        self._sign_at, self._works_long = self._moved_at, True
+        self._quiet_s = deque([0.0], RECENT_STEPS)
+        """The longest time between two signs of progress in each of the recent steps."""
         self._file_at = self._url_at = -math.inf
         self._failed = False
         self.content = HeartbeatContent(0.0, os.getpid(), "running", 0, 0.0, host=socket.gethostname())
         self.call: threading.Thread | None = None
         """The latest call to the URL."""
 
-    def update(self, step: int, moves: int, problem: str, restarts: Mapping[str, str] | None = None) -> None:
-        """Record the progress of the run, and send what is due. `moves` grows with every step and evaluation."""
+    def update(
+        self,
+        step: int,
+        moves: int,
+        problem: str,
+        restarts: Mapping[str, str] | None = None,
+        signs: object = None,
+        works_long: bool = False,
+    ) -> None:
+        """Record the progress of the run, and send what is due.
+
+        `moves` grows with every step and evaluation, `signs` changes with every sign of progress. While a process
+        `works_long`, the time without a sign is not what is usual in this run.
+        """
         now = time.monotonic()
+        if (moves, signs) != self._signs:
+            if not self._works_long:
+                self._quiet_s[-1] = max(self._quiet_s[-1], now - self._sign_at)
+            self._signs, self._sign_at = (moves, signs), now
+        self._works_long = works_long
+        if step != self.content.step:
+            self._quiet_s.append(0.0)
         if moves != self._moves:
             self._moves, self._moved_at = moves, now
         self._set_times(now)
@@ -70,6 +95,8 @@ class Heartbeat:
         """Set wall-clock times whose difference is right even if the clock was set since the last progress."""
         self.content.time = time.time()
         self.content.last_progress = self.content.time - (now - self._moved_at)
+        self.content.last_sign = self.content.time - (now - self._sign_at)
+        self.content.longest_quiet_s = max(self._quiet_s)
 
     def _write(self) -> None:
         try:

@@ -34,7 +34,7 @@ from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restar
 from headrace.launch.run_metrics import launcher_lines
 from headrace.launch.signals import SAVE_AND_STOP, signals_to
 from headrace.machine import HostMemory
-from headrace.observe.diagnosis import STALL_S, Finding, RunState, diagnose
+from headrace.observe.diagnosis import STALL_S, Finding, RunState, diagnose, signs_of_progress, works_long
 from headrace.observe.metrics import History, MetricsCollector, Tail
 from headrace.observe.run_state import add_machine
 from headrace.observe.status import ObservedStatus, StatusReader, is_up, not_up
@@ -170,7 +170,14 @@ class Supervisor:
             self._diagnose({process.name for process in running})
             self._view.show(self.history, self._statuses, self._findings)
             problem = next((str(found) for found in self._findings if found.severity == "problem"), "")
-            self._heartbeat.update(self.history.step, self.history.moves, problem, self._restarts.ends)
+            self._heartbeat.update(
+                self.history.step,
+                self.history.moves,
+                problem,
+                self._restarts.ends,
+                signs_of_progress(self._statuses),
+                any(works_long(status) for status in self._statuses.values()),
+            )
             finished = {process for process in ended if process.exit_status == 0 and not self._has_failed(process)}
             if all(process.spec.service or process in finished for process in self._fleet.processes.values()):
                 return 0

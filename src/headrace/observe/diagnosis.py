@@ -1,12 +1,14 @@
 """Why a run does not advance, or is slower than it could be: what is known of it goes in, findings come out. Pure.
 
 The page, the terminal and `headrace doctor` show the same findings. Processes that are stopped or gone explain every
-wait for them, so the waits are judged only if all processes work. Durations that are unusual depend on the run: the
-limit is a fixed time, or thrice the longest of the recent steps if that is more.
+wait for them, so the waits are judged only if all processes work. A run stalls if no process shows a sign of progress
+(`signs_of_progress`) for longer than a fixed time, or longer than was usual between two signs in its recent steps. How
+long a step takes does not matter.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +19,22 @@ import msgspec
 from headrace.machine import KernelProcess
 from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
-from headrace.observe.status import ENDED, THE_GPU, ObservedStatus, activity, duration, is_up
+from headrace.observe.status import ENDED, THE_GPU, ObservedStatus, ProcessStatus, activity, duration
 
 STALL_S = 45.0
-"""Time without progress after which a run is stalled."""
+"""Time without a sign of progress after which a run is stalled."""
+LONGER, SURELY_LONGER = 1.25, 2.0
+"""Multiples of the longest recent time without a sign from which on a run is probably and surely stalled."""
 SILENT_S = 30.0
 """Time without a heartbeat after which a process is reported."""
 LONG_WAIT_S = 30.0
 """Wait for a device, a disk or episodes from which on it is unusual."""
-FIRST_STEP_S = 300.0
-"""Time that the first step may take on a shared device: it may compile."""
+LONG_WORK = ("starting", "loading", "compiling", "saving")
+"""How states begin in which a process shows no progress for long."""
+LONG_WORK_S = 300.0
+"""Time that these, and the first step, which may compile, may take."""
 RECENT_STEPS = 10
-"""Steps whose longest duration, times three, is not yet a stall, and whose means are judged."""
+"""Steps whose means are judged, and in which the longest time without a sign of progress is the usual one."""
 MIN_STEPS = 5
 """Steps before means are judged."""
 FULL_BYTES = 32 << 20
@@ -103,9 +109,29 @@ class RunState:
         ages = [status.age(status.progress.since) for status in self.active.values() if status.progress]
         return min([self.heartbeat.time - self.heartbeat.last_progress + self.silent_s, *ages])
 
-    def usual_s(self, least_s: float) -> float:
-        """Return how long something may take in this run that takes less than a step."""
-        return max(least_s, 3 * max(self.history.step_seconds[-RECENT_STEPS:], default=0.0))
+    @property
+    def quiet_s(self) -> float:
+        """Return the seconds since the last sign of progress of any process; infinite if that is unknown."""
+        if (beat := self.heartbeat) is None:
+            return math.inf
+        return beat.time - (beat.last_sign or beat.last_progress) + self.silent_s
+
+    def usual_s(self, least_s: float, factor: float = LONGER) -> float:
+        """Return how long this run may show no progress."""
+        return max(least_s, factor * (self.heartbeat.longest_quiet_s if self.heartbeat is not None else 0.0))
+
+
+def signs_of_progress(statuses: Mapping[str, ProcessStatus]) -> object:
+    """Return a value that changes whenever a process shows progress: its state, what it counts, or its tokens."""
+    return [
+        (name, status.state, str(status.progress), status.gauges.get("tokens_sampled"))
+        for name, status in statuses.items()
+    ]
+
+
+def works_long(status: ProcessStatus) -> bool:
+    """Return whether a process does what may take minutes without a sign of progress."""
+    return status.state.startswith(LONG_WORK)
 
 
 def diagnose(run: RunState, stall_s: float = STALL_S) -> list[Finding]:
@@ -252,8 +278,8 @@ def _waits(run: RunState) -> Iterator[Finding]:
         age = status.age(status.waiting_since) if status.waiting_for else 0.0
         if status.waiting_for.startswith(THE_GPU):
             # An engine hands the GPU over between two of its steps, the trainer after one of its own.
-            usual = run.usual_s(LONG_WAIT_S if run.history.step_seconds else FIRST_STEP_S)
-            if age >= (LONG_WAIT_S if name == "trainer" else usual):
+            usual = run.usual_s(LONG_WAIT_S if run.history.step_seconds else LONG_WORK_S)
+            if age >= LONG_WAIT_S if name == "trainer" else min(age, run.quiet_s) >= usual:
                 fix = "The process that holds it hangs: look at its log and its stack (py-spy dump), or kill it."
                 yield Finding("gpu", "problem", name, f"waiting for {status.waiting_for} ({age:.0f} s)", fix)
         elif status.waiting_for.endswith("from the disk") and age >= LONG_WAIT_S:
@@ -270,7 +296,8 @@ def _episodes(run: RunState) -> Iterator[Finding]:
     for name, status in run.active.items():
         seconds = float(status.gauges.get("oldest_episode_s") or 0.0) + status.silent_s
         moved_s = status.age(status.progress.since) if status.progress else seconds
-        if idle and status.gauges.get("oldest_episode_env") and min(seconds, moved_s) >= run.usual_s(LONG_WAIT_S):
+        waited_s = min(seconds, moved_s, run.quiet_s)
+        if idle and status.gauges.get("oldest_episode_env") and waited_s >= run.usual_s(LONG_WAIT_S):
             env, count = status.gauges["oldest_episode_env"], int(status.gauges.get("dispatcher/inflight_train") or 0)
             count += int(status.gauges.get("dispatcher/inflight_eval") or 0)
             fact = (
@@ -296,17 +323,20 @@ def _queues(run: RunState) -> Iterator[Finding]:
 
 
 def _stall(run: RunState, stall_s: float) -> Iterator[Finding]:
-    still, recent = run.still_s, run.history.step_seconds[-RECENT_STEPS:]
-    if still is None or still < run.usual_s(stall_s):
+    if run.heartbeat is None:
         return
+    recent = run.history.step_seconds[-RECENT_STEPS:]
+    working = [status for status in run.active.values() if not status.waiting_for and "running" not in status.gauges]
+    is_long = any(not recent or works_long(status) for status in working)
+    # Engines may sample for ever what becomes no rollout.
+    is_endless = bool(recent) and not is_long and (run.still_s or 0.0) >= max(stall_s, 3 * max(recent))
+    if run.quiet_s < run.usual_s(stall_s) and not is_endless:
+        return
+    is_sure = is_endless or run.quiet_s >= run.usual_s(LONG_WORK_S if is_long else stall_s, SURELY_LONGER)
     steps = f"recent steps took up to {max(recent):.0f} s" if recent else "no step has finished yet"
     doings = "; ".join(f"{name}: {activity(status)}" for name, status in run.active.items())
-    fact = f"no progress for {still:.0f} s ({steps}). {doings or 'No process has reported anything yet'}"
-    # The first step may load and compile for minutes.
-    all_wait = all(
-        is_up(status) and (status.waiting_for or "running" in status.gauges) for status in run.active.values()
-    )
-    yield Finding("stalled", "problem" if recent or all_wait else "warning", "run", fact, "The logs are in logs/.")
+    fact = f"no progress for {run.still_s:.0f} s ({steps}). {doings or 'No process has reported anything yet'}"
+    yield Finding("stalled", "problem" if is_sure else "warning", "run", fact, "The logs are in logs/.")
 
 
 def _pace(run: RunState) -> Iterator[Finding]:

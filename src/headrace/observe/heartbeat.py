@@ -27,6 +27,10 @@ class HeartbeatContent(msgspec.Struct):
     """Name of the launcher's host."""
     restarts: dict[str, str] = msgspec.field(default_factory=dict)
     """By process: how it ended before its restart, if the run has not got further since."""
+    last_sign: float = 0.0
+    """When a process last showed progress of any kind; 0 in files of older versions."""
+    longest_quiet_s: float = 0.0
+    """Longest time between two such signs in the last ten steps, without starts, compilation and checkpoints."""
 
 
 def read_heartbeat(path: Path) -> HeartbeatContent | None:

@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,10 @@ def add_machine(state: RunState, run: RunDir) -> None:
     disk = os.statvfs(run.root)
     state.free_bytes = disk.f_bavail * disk.f_frsize if disk.f_favail or not disk.f_files else 0
     checkpoints = sorted(path.parent for path in run.checkpoints.glob(f"{STEP}/{MARKER}"))
-    state.checkpoint_bytes = sum(path.stat().st_size for path in checkpoints[-1].rglob("*")) if checkpoints else 0
+    for folder, _, files in os.walk(checkpoints[-1]) if checkpoints else ():
+        for name in files:
+            with suppress(FileNotFoundError):  # a newer checkpoint has just replaced it
+                state.checkpoint_bytes += os.lstat(f"{folder}/{name}").st_size
 
 
 def unreachable_servers(tree: dict[str, Any]) -> dict[str, str]:
