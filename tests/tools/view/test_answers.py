@@ -20,7 +20,7 @@ from headrace.rollout.types import Rollout, Sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.tools.view.events import RunEvents
 from headrace.tools.view.export import export
-from headrace.tools.view.runs import RunFolder
+from headrace.tools.view.runs import RunFolder, describe_run
 from headrace.tools.view.series import MetricsTable, downsample, sample_records
 from headrace.tools.view.token_text import INCOMPLETE, texts_of
 from headrace.transport.journal import Journal
@@ -314,6 +314,16 @@ def test_events_have_only_what_was_appended(tmp_path: Path):
     offset = (RECORDED / "rl" / "metrics.jsonl").stat().st_size
     again = RunEvents(run, offset)()
     assert [record["step"] for record in again[0][1]["records"]] == [5]
+
+
+def test_no_record_is_lost_between_the_answer_and_the_first_event(tmp_path: Path):
+    shutil.copytree(RECORDED / "rl", tmp_path / "run")
+    run = RunFolder(tmp_path / "run").runs().popitem()[1]
+    described = describe_run(run)
+    with open(run.dir.metrics, "a") as file:
+        file.write('{"step": 9, "time": 1.0, "process": "trainer", "loss": 0.5}\n')
+    events = {name: content for name, content, _ in RunEvents(run, described["offset"])()}
+    assert [record["step"] for record in events["metrics"]["records"]] == [9]
 
 
 def test_a_run_that_is_still_empty_can_be_opened(tmp_path: Path):

@@ -6,6 +6,7 @@ Each connection follows the files of one run, or the list of all runs, and reads
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -17,6 +18,8 @@ from starlette.responses import StreamingResponse
 
 from headrace.observe.metrics import Tail
 from headrace.tools.view.runs import RunFolder, ViewedRun, list_runs, saved_files, status_of
+
+log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 FOLDER_POLL_S = 3.0
@@ -84,7 +87,12 @@ async def _follow(request: Request, read: Callable[[], Events], poll_s: float) -
     yield b": connected\n\n"
     sent_at = time.monotonic()
     while not await request.is_disconnected():
-        for name, content, number in await run_in_threadpool(read):
+        try:
+            events = await run_in_threadpool(read)
+        except OSError as error:  # a file was removed while it was read
+            log.warning("%s is read again: %s", request.url.path, error)
+            events = []
+        for name, content, number in events:
             sent_at = time.monotonic()
             yield as_event(name, content, number)
         if time.monotonic() - sent_at > KEEP_ALIVE_S:

@@ -256,6 +256,8 @@ def main_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 def describe_run(run: ViewedRun) -> dict[str, Any]:
     """Return everything about a run but its series."""
+    run.metrics.points(REWARDS)
+    end = run.metrics.end  # before the rest is read, so that events from there on leave no gap
     tree, row, names = run.settings(), run.row(), run.metrics.names()
     summary = _summary(run, row, names)
     return {
@@ -265,6 +267,7 @@ def describe_run(run: ViewedRun) -> dict[str, Any]:
         "summary": rows(summary),
         "dropped": summary.dropped,
         "names": names,
+        "offset": end,
         "settings": leaves(tree),
         "journal": run.dir.journal.is_file(),
         **status_of(run),

@@ -85,6 +85,11 @@ class MetricsTable:
                 name for name in self._names if name not in ("step", "time", "process") and not name.startswith(PREFIX)
             )
 
+    @property
+    def end(self) -> int:
+        """Return the end of the lines that were read."""
+        return self._offset
+
     def points(self, names: Iterable[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return steps and values of each metric by step; of steps that a resume repeated, the last value counts."""
         names = list(names)

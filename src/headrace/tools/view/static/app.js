@@ -33,7 +33,7 @@
         setLive((old) => ({ ...old, step: Math.max(old.step ?? 0, state.data.step ?? 0, ...records.map((r) => r.step ?? 0)) }));
         increase();
       },
-    });
+    }, state.data?.offset);
     return state.data ? { ...state, data: { ...state.data, ...live, version } } : state;
   };
 

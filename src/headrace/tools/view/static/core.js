@@ -67,40 +67,71 @@ const fromScript = (path) =>
     document.head.append(script);
   });
 
+/* Raise an error whose `isFinal` says that asking again does not help: the request was wrong. */
 const fromServer = async (path, signal) => {
   const response = await fetch(path.slice(1), { signal });
   const data = await response.json();
-  if (!response.ok) throw new Error(data.error);
+  if (!response.ok) throw Object.assign(new Error(data.error), { isFinal: response.status < 500 });
   return data;
 };
+const RETRY_MS = 2000;
 
 HR.load = (path, signal) => (HR.exported ? fromScript(path.replace(/\?.*/, "")) : fromServer(path, signal));
 
-/* Return {data, error} of a path; a changed `version` loads it again and keeps the old data until then. */
+/* Return {data, error} of a path; a changed `version` loads it again and keeps the old data until then. A load that is
+going on is finished first: a slow server would never get to an end otherwise. What a live run's files did not allow at
+that moment is tried again. */
 HR.useData = (path, version = 0) => {
   const [state, setState] = HR.useState({});
+  const latest = HR.useRef();
   HR.useEffect(() => {
-    if (!path) return undefined;
-    const stop = new AbortController();
-    HR.load(path, stop.signal).then(
-      (data) => stop.signal.aborted || setState({ path, data }),
-      (error) => stop.signal.aborted || setState({ path, error }),
-    );
-    return () => stop.abort();
+    const job = (latest.current = { stop: new AbortController() });
+    return () => job.stop.abort();
+  }, [path]);
+  HR.useEffect(() => {
+    const job = latest.current;
+    const load = async () => {
+      if (job.stop.signal.aborted) return;
+      Object.assign(job, { isLoading: true, again: false });
+      const result = await HR.load(path, job.stop.signal).then((data) => ({ data }), (error) => ({ error }));
+      if (job.stop.signal.aborted) return;
+      job.isLoading = false;
+      setState({ path, ...result });
+      if (job.again) load();
+      else if (result.error && !result.error.isFinal && !HR.exported) setTimeout(load, RETRY_MS);
+    };
+    if (job.isLoading) job.again = true;
+    else if (path) load();
   }, [path, version]);
   return state.path?.replace(/\?.*/, "") === path?.replace(/\?.*/, "") ? state : {};
 };
 
-/* Call `handlers[event](data)` for events of a live run; the browser reconnects by itself. */
-HR.useEvents = (path, handlers) => {
+/* Call `handlers[event](data)` for events of a live run, from a place of its metrics on. The browser reconnects by itself
+unless the server refused once. */
+HR.useEvents = (path, handlers, offset = "") => {
   const latest = HR.useRef(handlers);
   latest.current = handlers;
   HR.useEffect(() => {
     if (HR.exported || !path) return undefined;
-    const source = new EventSource(path.slice(1));
-    for (const name of Object.keys(handlers))
-      source.addEventListener(name, (event) => latest.current[name](JSON.parse(event.data)));
-    return () => source.close();
+    let source;
+    let timer = 0;
+    let place = offset;
+    const connect = () => {
+      source = new EventSource(`${path.slice(1)}?offset=${place}`);
+      for (const name of Object.keys(handlers))
+        source.addEventListener(name, (event) => {
+          place = event.lastEventId || place;
+          latest.current[name](JSON.parse(event.data));
+        });
+      source.onerror = () => {
+        if (source.readyState === EventSource.CLOSED) timer = setTimeout(connect, RETRY_MS);
+      };
+    };
+    connect();
+    return () => {
+      clearTimeout(timer);
+      source.close();
+    };
   }, [path]);
 };
 
