@@ -1,12 +1,14 @@
-"""The cost of digests: `python -m benchmarks.weights.digests`. One table; each row with and without them, alternately.
+"""The cost of digests: `python -m benchmarks.weights.digests [MB]`. One table; each row with and without them.
 
-CPU time of files in the page cache, and the time of a checkpoint that is read from the disk.
+Both are measured alternately, the least of 15 counts. A checkpoint of so many MB is loaded from the page cache, by CPU
+time and by wall time, and from the disk, by wall time. Wall times need idle cores.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +28,8 @@ from headrace.transport import rollout_files
 from headrace.transport.rollout_files import write_rollouts
 
 REPEATS = 15
-CHECKPOINT_MB = 512
+CHECKPOINT_MB = int(sys.argv[1]) if len(sys.argv) > 1 else 512
+TENSOR_MB = 16
 SAMPLES, TOKENS = 256, 1024
 
 
@@ -35,13 +38,13 @@ def no_digest(*_: object) -> str:
 
 
 def best_of_both(
-    with_digests: Callable[[], object], without: Callable[[], object], clock: Callable[[], float], file: Path
+    with_digests: Callable[[], object], without: Callable[[], object], clock: Callable[[], float], file: Path | None
 ) -> tuple[float, float]:
-    """Return the least milliseconds of both, measured alternately. A wall clock is for `file` read from the disk."""
+    """Return the least milliseconds of both, measured alternately; `file` is read from the disk each time."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(REPEATS):
         for work, taken in zip((with_digests, without), times, strict=True):
-            if clock is time.perf_counter:
+            if file is not None:
                 with open(file, "rb") as opened:
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             start = clock()
@@ -74,7 +77,7 @@ def main() -> None:
         size = path.stat().st_size / 1e6
         encode, read = (lambda: encode_batch(batch)), (lambda: read_batch(path))
         write = lambda: write_rollouts(directory, 1, rollouts, [])  # noqa: E731
-        tensors = {"model.a": torch.zeros(CHECKPOINT_MB << 18)}
+        tensors = {f"model.{n}": torch.zeros(TENSOR_MB << 18) for n in range(CHECKPOINT_MB // TENSOR_MB)}
         file = directory / "shard.safetensors"
         digests = write_shards(file, local_shards(tensors), blocks=STREAM_BUCKETS).finish()
         shards = read_shards(file)
@@ -85,12 +88,13 @@ def main() -> None:
             f"read a batch of {size:.0f} MB": (read, undigested(read, batches, "_DIGEST", re.compile(rb"(?!)"))),
             f"write {SAMPLES} rollouts": (write, undigested(write, rollout_files, "seal_parquet", no_digest)),
             f"load a checkpoint of {CHECKPOINT_MB} MB": loads,
+            f"load {CHECKPOINT_MB} MB, wall time": loads,
             f"load {CHECKPOINT_MB} MB from the disk, wall time": loads,
         }
         print(f"{'':40} {'with, ms':>10} {'without, ms':>12} {'difference':>11}")
         for name, both in rows.items():
             clock = time.perf_counter if "wall" in name else time.process_time
-            taken, less = best_of_both(*both, clock, file)
+            taken, less = best_of_both(*both, clock, file if "disk" in name else None)
             print(f"{name:40} {taken:10.2f} {less:12.2f} {(taken - less) / taken:11.1%}")
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,6 @@ from headrace.trainer.model import PackedModel
 from headrace.trainer.model_files import write_tensors
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.tensor_files import (
-    READER_THREADS,
     Shard,
     TensorFileWriter,
     load_shards,
@@ -32,7 +32,8 @@ from headrace.trainer.tensor_files import (
     read_shards,
     write_shards,
 )
-from headrace.transport.checkpoint_files import BlockDigests, find_damage
+from headrace.transport import checkpoint_files
+from headrace.transport.checkpoint_files import PART_BYTES, READER_THREADS, BlockDigests, find_damage
 from headrace.transport.files import MARKER
 from tests.trainer import saving_process
 from tests.trainer.training_samples import ARCHITECTURES, write_random_model
@@ -42,7 +43,10 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "BUCKET_BYTES", 100)  # so that tensors begin and end inside of blocks
+    """Tensors begin and end inside of blocks, and inside of the parts in which these are read."""
+    monkeypatch.setattr(tensor_files, "BUCKET_BYTES", 100)
+    for module in (tensor_files, checkpoint_files):
+        monkeypatch.setattr(module, "PART_BYTES", 32)
 
 
 def some_tensors() -> Tensors:
@@ -145,11 +149,26 @@ def test_every_flipped_bit_that_is_read_is_refused(tmp_path: Path):
     path, tensors = tmp_path / "a.safetensors", some_tensors()
     digests = {path.name: write(path, local_shards(tensors))}
     content = path.read_bytes()
-    data = min(shard.start for shard in read_shards(path))
-    for place in range(data, len(content), 11):
+    for place in range(0, len(content), 11):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(DamagedFile):
-            load_shards(read_shards(path), local_shards(like(tensors)), digests)
+            load_shards(read_shards(path, digests[path.name]), local_shards(like(tensors)), digests)
+
+
+def test_the_digests_of_older_versions_are_checked(tmp_path: Path):
+    """They have BLAKE2b of each block, and none of the header."""
+    path, tensors = tmp_path / "a.safetensors", some_tensors()
+    new = write(path, local_shards(tensors))
+    content = path.read_bytes()
+    blocks = [content[start:end] for start, end in checkpoint_files.block_spans(len(content), new.block_size)]
+    old = BlockDigests(new.size, new.block_size, [blake2b(block, digest_size=16).hexdigest() for block in blocks])
+    found = like(tensors)
+    load_shards(read_shards(path, old), local_shards(found), {path.name: old})
+    assert_same(found, tensors)
+    for place in (20, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(DamagedFile):
+            load_shards(read_shards(path, old), local_shards(found), {path.name: old})
 
 
 @pytest.mark.parametrize(
@@ -203,7 +222,7 @@ def test_saving_takes_one_copy_or_a_bounded_buffer_and_loading_a_bounded_buffer(
     others = 32 << 20  # stacks and allocators; a second copy would exceed it
     assert copied <= 1.15 * size + others
     assert streamed <= STREAM_BUCKETS * block + others
-    assert loading <= READER_THREADS * block + others
+    assert loading <= READER_THREADS * PART_BYTES + others
 
 
 def save_one(directory: Path, step: int, value: float) -> None:

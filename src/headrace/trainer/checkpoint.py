@@ -39,7 +39,6 @@ from headrace.transport.checkpoint_files import (
     TENSORS,
     CheckpointMarker,
     check_files,
-    check_first_block,
     digests_of,
     read_marker,
 )
@@ -231,12 +230,11 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _saved_shards(checkpoint: Path, marker: CheckpointMarker) -> list[SavedShard]:
-    for name, digests in marker.tensors.items():  # before the headers in these blocks are trusted
-        check_first_block(checkpoint / TENSORS / name, digests)
-    paths = sorted((checkpoint / TENSORS).glob("*.safetensors"))
-    if not paths:  # of a version without digests
+    names = marker.tensors or [path.name for path in (checkpoint / TENSORS).glob("*.safetensors")]
+    if not names:  # of a version without digests
         raise DamagedFile("it has no tensor files", file=checkpoint / TENSORS)
-    return [shard for path in paths for shard in read_shards(path)]
+    paths = sorted(checkpoint / TENSORS / name for name in names)
+    return [shard for path in paths for shard in read_shards(path, marker.tensors.get(path.name))]
 
 
 def set_aside(damage: DamagedFile, checkpoint: Path, checkpoints: Path, ranks: Ranks) -> Repaired:

@@ -13,7 +13,8 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,12 +29,18 @@ from headrace.inference.weights.buffers import as_bytes
 from headrace.rollout.digest import digest_of
 from headrace.rollout.schema import DamagedFile
 from headrace.trainer.host_copies import BUCKET_BYTES
-from headrace.transport.checkpoint_files import XXH3, BlockDigests, block_spans, read_into
-from headrace.transport.files import check_regular
+from headrace.transport.checkpoint_files import (
+    PART_BYTES,
+    READER_THREADS,
+    XXH3,
+    BlockDigests,
+    block_spans,
+    read_into,
+    read_parts,
+)
 
 WRITER_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
 """Half of the cores are left to others."""
-READER_THREADS = 8
 HEADER_ALIGNMENT_BYTES = 64
 _LENGTH = struct.Struct("<Q")
 _SHARDING = "DCP_SHARDING_INFO"
@@ -113,7 +120,7 @@ class TensorFileWriter:
         `device` is that of the tensors; with several, the GPU.
         """
         header = _header(content, metadata or {})
-        self.path, self._durable = path, durable
+        self.path, self._durable, self._header_digest = path, durable, digest_of(header)
         self._left = len(header) + sum(tensor.nbytes for tensor in content.values())
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._threads = _threads(WRITER_THREADS, device)
@@ -160,7 +167,7 @@ class TensorFileWriter:
         finally:
             self._threads.shutdown()
             os.close(self._file)
-        return BlockDigests(self._written, BUCKET_BYTES, digests, XXH3)
+        return BlockDigests(self._written, BUCKET_BYTES, digests, XXH3, self._header_digest)
 
     def _open_block(self) -> Tensor:
         if self._open is None:
@@ -238,16 +245,20 @@ class SavedShard(NamedTuple):
         return self.origin + (self.shape[0] if self.shape else 1)
 
 
-def read_shards(path: Path) -> list[SavedShard]:
-    """Return the shards of a file from its header; raises `DamagedFile`."""
-    check_regular(path)
+def read_shards(path: Path, digests: BlockDigests | None = None) -> list[SavedShard]:
+    """Return the shards of a file from its header. Raises `DamagedFile`, also if that differs from its digest."""
+    if not path.is_file():
+        raise DamagedFile("missing, or not a regular file", file=path)
     try:
         with open(path, "rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            (length,) = _LENGTH.unpack(start := file.read(_LENGTH.size))
             size = os.fstat(file.fileno()).st_size
             if length > size:
                 raise ValueError("its header is cut off")
-            header = json.loads(file.read(length))
+            content = file.read(length)
+        if digests is not None and not _is_header(path, start + content, digests):
+            raise ValueError("its header differs from what was written")
+        header = json.loads(content)
         metadata = header.pop("__metadata__", {})
         offsets = json.loads(metadata[_SHARDING]) if _SHARDING in metadata else {}
         shards, end = [], 0
@@ -263,6 +274,12 @@ def read_shards(path: Path) -> list[SavedShard]:
     except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
         raise DamagedFile(f"damaged: {error}", file=path) from error
     return shards
+
+
+def _is_header(path: Path, header: bytes, digests: BlockDigests) -> bool:
+    if digests.header:
+        return digest_of(header) == digests.header
+    return digests.matches(0, read_parts(path, 0, min(digests.size, digests.block_size)))
 
 
 class _Piece(NamedTuple):
@@ -319,7 +336,7 @@ def _pieces(shard: Shard, entries: Sequence[SavedShard]) -> list[tuple[Path, _Pi
 
 
 class _BlockReader:
-    """Reads blocks of files by several threads, each through a buffer of its own."""
+    """Reads blocks of files by several threads: into tensors on the CPU, else through a buffer of each thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -344,30 +361,45 @@ class _BlockReader:
                 by_block.setdefault(number, []).append(piece)
         blocks = block_spans(size, block_size)
         reads = [
-            self._threads.submit(
-                self._read_block, path, blocks[number], parts, None if digests is None else (digests, number)
-            )
+            self._threads.submit(self._read_block, path, blocks[number], parts, digests, number)
             for number, parts in sorted(by_block.items())
         ]
         for read in reads:
             read.result()
 
     def _read_block(
-        self, path: Path, span: tuple[int, int], pieces: list[_Piece], recorded: tuple[BlockDigests, int] | None
+        self, path: Path, span: tuple[int, int], pieces: list[_Piece], digests: BlockDigests | None, number: int
     ) -> None:
-        start, end = span
+        parts = self._fill(path, *span, pieces)
+        if digests is None:
+            deque(parts, maxlen=0)
+        elif not digests.matches(number, parts):
+            fact = f"damaged: its bytes {span[0]} to {span[1]} differ from those that were written"
+            raise DamagedFile(fact, file=path)
+
+    def _fill(self, path: Path, start: int, end: int, pieces: list[_Piece]) -> Iterator[memoryview]:
+        """Yield a block in parts, and fill the pieces with them; a part inside of one on the CPU is read in place."""
+        with open(path, "rb", buffering=0) as file:
+            for first in range(start, end, PART_BYTES):
+                last = min(first + PART_BYTES, end)
+                targets = []
+                for piece in pieces:
+                    low, high = max(piece.start, first), min(piece.start + len(piece.target), last)
+                    if low < high:
+                        targets.append((low - first, piece.target[low - piece.start : high - piece.start]))
+                direct = len(targets) == 1 and len(targets[0][1]) == last - first and not targets[0][1].is_cuda
+                part = targets[0][1] if direct else self._buffer()[: last - first]
+                content = part.numpy().data
+                read_into(file, first, content)
+                yield content
+                for offset, target in () if direct else targets:
+                    target.copy_(part[offset : offset + len(target)], non_blocking=True)
+                for device in {target.device for _, target in targets if target.is_cuda}:
+                    torch.cuda.current_stream(device).synchronize()
+
+    def _buffer(self) -> Tensor:
+        """Return the buffer of this thread."""
         if not hasattr(self._buffers, "own"):
-            self._buffers.own = torch.empty(0, dtype=torch.uint8)
-        if len(self._buffers.own) < end - start:
-            self._buffers.own = torch.empty(end - start, dtype=torch.uint8, pin_memory=self._pinned)
-        block: Tensor = self._buffers.own[: end - start]
-        content = block.numpy().data
-        read_into(path, start, content)
-        if recorded is not None and not recorded[0].matches(recorded[1], content):
-            raise DamagedFile(f"damaged: its bytes {start} to {end} differ from those that were written", file=path)
-        for piece in pieces:
-            first, last = max(piece.start, start), min(piece.start + len(piece.target), end)
-            part = piece.target[first - piece.start : last - piece.start]
-            part.copy_(block[first - start : last - start], non_blocking=True)
-        for device in {piece.target.device for piece in pieces if piece.target.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+            self._buffers.own = torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+        own: Tensor = self._buffers.own
+        return own

@@ -1,6 +1,7 @@
 """The marker of a checkpoint, with digests of its files, without torch.
 
 A large file has a digest for each block, so that threads verify blocks in parallel, and a reader only those it reads.
+Blocks are read and hashed in parts, so that one thread hashes while others wait for the disk.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from headrace.rollout.digest import Content, digest_of
+from headrace.rollout.digest import Content, digest_of_parts
 from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.transport.digests import check_file, file_digest
 from headrace.transport.files import MARKER, STEP, check_regular
@@ -24,6 +26,8 @@ TENSORS = "tensors"
 STATE = "state.json"
 """The trainer's counters in a checkpoint."""
 READER_THREADS = 8
+PART_BYTES = 1 << 22
+"""Read and hashed at a time, while it is in a cache of the CPU."""
 XXH3 = "xxh3-128"
 
 
@@ -35,12 +39,17 @@ class BlockDigests(msgspec.Struct):
     digests: list[str]
     algorithm: str = "blake2b"
     """Older versions wrote no other one, and did not name it."""
+    header: str = ""
+    """The digest of the header with its length, which is read first. Older versions did not write it."""
 
-    def matches(self, number: int, block: Content) -> bool:
-        """Return whether a block is as it was written."""
-        old = self.algorithm != XXH3
-        own = hashlib.blake2b(block, digest_size=16).hexdigest() if old else digest_of(block)
-        return own == self.digests[number]
+    def matches(self, number: int, parts: Iterable[Content]) -> bool:
+        """Return whether a block, in consecutive parts, is as it was written."""
+        if self.algorithm == XXH3:
+            return digest_of_parts(parts) == self.digests[number]
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            digest.update(part)
+        return digest.hexdigest() == self.digests[number]
 
 
 class CheckpointMarker(msgspec.Struct):
@@ -73,18 +82,6 @@ def check_files(checkpoint: Path, marker: CheckpointMarker) -> None:
             raise check
 
 
-def check_first_block(path: Path, digests: BlockDigests) -> None:
-    """Raise `DamagedFile` if the first block of a tensor file, which has its header, differs from its digest."""
-    if not path.is_file():
-        raise DamagedFile("missing, or not a regular file", file=path)
-    if (size := path.stat().st_size) != digests.size:
-        raise DamagedFile(f"damaged: {size} bytes instead of {digests.size}", file=path)
-    content = bytearray(min(digests.size, digests.block_size))
-    read_into(path, 0, memoryview(content))
-    if not digests.matches(0, content):
-        raise DamagedFile("damaged: its first block differs from what was written", file=path)
-
-
 def check_checkpoint(checkpoint: Path) -> Iterator[Path | DamagedFile]:
     """Yield each file of a checkpoint that has a digest, or what is wrong with it; reads all of them."""
     try:
@@ -110,9 +107,7 @@ def _check_blocks(path: Path, recorded: BlockDigests) -> Path | DamagedFile:
     blocks = block_spans(recorded.size, recorded.block_size)
 
     def is_whole(number: int, span: tuple[int, int]) -> bool:
-        content = bytearray(span[1] - span[0])
-        read_into(path, span[0], memoryview(content))
-        return recorded.matches(number, content)
+        return recorded.matches(number, read_parts(path, *span))
 
     with ThreadPoolExecutor(READER_THREADS) as readers:
         whole = readers.map(is_whole, range(len(blocks)), blocks)
@@ -144,12 +139,21 @@ def block_spans(size: int, block_size: int) -> list[tuple[int, int]]:
     return [(start, min(start + block_size, size)) for start in range(0, size, block_size)]
 
 
-def read_into(path: Path, start: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of a file from `start` on; raise EOFError if the file is too short."""
+def read_parts(path: Path, start: int, end: int) -> Iterator[memoryview]:
+    """Yield these bytes of a file in parts, which are valid until the next one."""
     check_regular(path)
+    buffer = memoryview(bytearray(min(PART_BYTES, end - start)))
     with open(path, "rb", buffering=0) as file:
-        while len(target):
-            count = os.preadv(file.fileno(), [target], start)
-            if not count:
-                raise EOFError(f"{path} has only {start} bytes")
-            target, start = target[count:], start + count
+        for first in range(start, end, PART_BYTES):
+            part = buffer[: end - first]
+            read_into(file, first, part)
+            yield part
+
+
+def read_into(file: BinaryIO, start: int, target: memoryview) -> None:
+    """Fill `target` with the bytes of a file from `start` on; raise EOFError if the file is too short."""
+    while len(target):
+        count = os.preadv(file.fileno(), [target], start)
+        if not count:
+            raise EOFError(f"{file.name} has only {start} bytes")
+        target, start = target[count:], start + count
