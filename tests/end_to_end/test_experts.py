@@ -18,15 +18,20 @@ EXPERTS = {
 }
 
 
+def write_experts(directory: Path) -> Path:
+    """Write a tiny model with experts and random weights."""
+    write_tiny_settings(directory)
+    settings = json.loads((directory / "config.json").read_text()) | EXPERTS
+    (directory / "config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+    return directory
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_a_model_with_experts_learns_and_is_killed_and_resumed_in_between(tmp_path: Path):
-    model = tmp_path / "model"
-    write_tiny_settings(model)
-    settings = json.loads((model / "config.json").read_text()) | EXPERTS
-    (model / "config.json").write_text(json.dumps(settings))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    model = write_experts(tmp_path / "model")
     examples = (REPOSITORY / "examples/reverse-text/sft.toml").read_text()
     (tmp_path / "sft.toml").write_text(examples.replace('init = "tiny"', f'name = "{model}"'))
     code, output = headrace("sft", tmp_path / "sft.toml", "--output_dir", tmp_path / "sft", timeout=900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,12 +18,15 @@ from safetensors.numpy import load_file
 from headrace.observe.metrics import read_metrics
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
+from tests.end_to_end.test_experts import write_experts
 from tests.faults.conftest import show
 from tests.faults.independent_check import check_journal
 
 pytestmark = pytest.mark.faults
 
 MAX_STEPS = 10
+OFFLINE = ("sft", "dpo")
+"""Kinds whose name begins with this command are trained without rollouts."""
 VLLM_PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
 SECOND_ENVIRONMENT = '[[orchestrator.train.env]]\nid = "tests.end_to_end.environments:Talk"\nname = "talk"\n'
 DUEL = '[[orchestrator.train.env]]\nid = "tests.end_to_end.environments:Duel"\nname = "duel"\nalgo = "rae"\n'
@@ -36,11 +40,16 @@ KINDS: dict[str, tuple[str, Sequence[object]]] = {
     "lora": ("[trainer.lora]\nr = 4\n", ()),
     "two ranks": ("", ("--launch.trainer_processes", 2)),
     "in turns": ("", ("--launch.sharing", "alternate")),
+    "kl to its own past": ("", ("--orchestrator.algo.kl.coef", 0.5, "--orchestrator.algo.kl.reference.every", 3)),
+    "experts": ("", ()),
+    "latents": ("", ("--model.latents.type", "hybrid", "--trainer.loss.type", "reinforce")),
     "vllm": ("", ("--inference.engine", "vllm", "--inference.vllm.python", VLLM_PYTHON)),
     "sft": ("", ()),
     "sft lora": ("[lora]\nr = 4\n", ()),
+    "dpo": ("[dpo]\nbeta = 0.5\n", ()),
+    "dpo lora": ("[dpo]\nbeta = 0.5\n[lora]\nr = 4\n", ()),
 }
-SFT_FILE = """
+OFFLINE_FILE = """
 output_dir = "{output}"
 max_steps = {steps}
 seq_len = 48
@@ -68,13 +77,14 @@ def test_kills_lose_and_double_nothing(
     if kind == "vllm" and not VLLM_PYTHON:
         pytest.skip("needs $HEADRACE_VLLM_PYTHON")
     whole, killed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "killed")
-    command = command_of(kind, tmp_path, tiny_model)
+    model = write_experts(tmp_path / "experts") if kind == "experts" else tiny_model
+    command = command_of(kind, tmp_path, model)
     code, output = headrace(*command, "--output_dir", whole.root, timeout=600)
     assert code == 0, output
     rng = random.Random(f"{seed} {kind}")
     kills = pytestconfig.getoption("--kills") // len(KINDS)
     done = Killer([*command, "--output_dir", killed.root, "--launch.max_restarts", 1000], killed, rng).run(kills)
-    draws = None if kind.startswith("sft") else check_journal(killed, MAX_STEPS)
+    draws = None if kind.startswith(OFFLINE) else check_journal(killed, MAX_STEPS)
     assert steps_of(killed) == set(range(1, MAX_STEPS + 1))
     models = [tensors_of(run.final_model) for run in (whole, killed)]
     assert models[0].keys() == models[1].keys()
@@ -87,16 +97,18 @@ def test_kills_lose_and_double_nothing(
 
 def command_of(kind: str, directory: Path, model: Path) -> list[object]:
     text, options = KINDS[kind]
-    if not kind.startswith("sft"):
+    if not kind.startswith(OFFLINE):
         file = write_run_file(directory, model)
         file.write_text(file.read_text() + text)
         steps = ("--max_steps", MAX_STEPS, "--orchestrator.max_async_level", 0)
         return ["rl", file, *steps, "--trainer.ckpt.interval", 2, *options]
-    data, file = directory / "data.jsonl", directory / "sft.toml"
-    turns = '{{"messages": [{{"role": "user", "content": "say {0}"}}, {{"role": "assistant", "content": "{0}"}}]}}\n'
-    data.write_text("".join(turns.format(number) for number in range(40)))
-    file.write_text(SFT_FILE.format(output=directory / "run", steps=MAX_STEPS, model=model, data=data) + text)
-    return ["sft", file, *options]
+    texts = ((f"say {number}", str(number), f"not {number}") for number in range(40))
+    rows = ({"prompt": prompt, "completion": one, "chosen": one, "rejected": other} for prompt, one, other in texts)
+    command, data = kind.split()[0], directory / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    file = directory / f"{command}.toml"
+    file.write_text(OFFLINE_FILE.format(output=directory / "run", steps=MAX_STEPS, model=model, data=data) + text)
+    return [command, file, *options]
 
 
 class Killer:

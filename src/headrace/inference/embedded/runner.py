@@ -18,6 +18,7 @@ from headrace.inference.backend import TopLogprobs
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.batch import make_batch
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.embedded.cpu.experts import compute_lone_tokens_twice
 from headrace.inference.embedded.cpu.layers import fuse_layers
 from headrace.inference.embedded.grammar import start_masks
 from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
@@ -135,6 +136,8 @@ class PlainRunner:
         self._device: torch.device = model.device
         self._adapters = adapters
         self.cache = KVCache(model.config.get_text_config().num_hidden_layers, blocks)
+        if self._device.type == "cpu":
+            compute_lone_tokens_twice(model)
         self._is_fused = fuse and self._device.type == "cpu" and fuse_layers(model)
         self.window = KVWindow(2 * BLOCK_SIZE * blocks) if self._device.type == "cpu" and not self._is_fused else None
 
