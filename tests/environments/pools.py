@@ -10,6 +10,7 @@ from typing import Any
 from headrace.environments.base import Reply
 from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerLimits, WorkerPool
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Task, Turn
 from tests.environments.worker_environments import NAME
 
@@ -18,7 +19,11 @@ class Echo:
     """A model that repeats the last message, in tokens that are its characters."""
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         text = f"echo {messages[-1]['content']}"
         tokens = [ord(letter) for letter in text]
@@ -38,7 +43,11 @@ class Silent:
         self.hung_up = asyncio.Event()
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         self.asked.set()
         try:
@@ -52,7 +61,11 @@ class Failing:
         self.error = Broken("the engine is gone")
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         raise self.error
 

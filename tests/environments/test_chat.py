@@ -9,6 +9,7 @@ from headrace.environments.base import ChatFailed, Context, Environment, PromptT
 from headrace.environments.chat import Chat
 from headrace.environments.script import Script, as_reply, call_tool
 from headrace.environments.tools import Tool, ToolError
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task, Turn
 from tests.environments.pools import pool, task
 
@@ -37,7 +38,11 @@ class Small:
         self.asked: list[int | None] = []
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         self.asked.append(max_tokens)
         if len(messages) > self.most:

@@ -20,7 +20,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineRejected, EngineUnavailable
 from headrace.inference.client.served_model import ServedModel
 from headrace.inference.embedded.loading import load_engine
-from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams
+from headrace.inference.schema import SCHEMA_HEADER, ErrorResponse, GenerateResponse, SamplingParams, StructuredOutputs
 from headrace.inference.server.chat import ChatRequest
 from headrace.inference.server.completions import CompletionRequest
 from headrace.inference.server.generate import VllmSampling
@@ -28,7 +28,9 @@ from headrace.inference.server.http_server import CannotListen, bind
 from headrace.inference.server.main import make_chat, serve
 from headrace.inference.server.request_bodies import TokenizeRequest, unsupported_in
 from headrace.observe.status import read_status
+from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.version import Version
+from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
@@ -101,6 +103,14 @@ async def test_logprobs_come_as_objects_or_as_one_list(http: aiohttp.ClientSessi
     for other in ({"stream": True}, {"sampling_params": {"logprobs": 2}}):
         status, content = await post(http, GENERATE, {**body, **other, "flat_logprobs": True})
         assert status == 400 and "flat_logprobs" in json.loads(content)["error"]["message"]
+
+
+async def test_an_episode_without_training_gets_replies_that_match(client: EngineClient, tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    sampler = Sampler(client, make_renderer(tiny_model, tokenizer), tokenizer, 128, temperature=1.5)
+    outputs = StructuredOutputs(choice=["yes", "no"])
+    replies = [await sampler.open("s", str(n)).chat(HELLO, structured_outputs=outputs) for n in range(4)]
+    assert {reply.text for reply in replies} <= {"yes", "no"}
 
 
 async def test_scores_are_the_prompts_logprobs(client: EngineClient, model: Any) -> None:

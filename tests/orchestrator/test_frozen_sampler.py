@@ -16,6 +16,7 @@ from headrace.environments.chat import Chat
 from headrace.environments.tools import Tool
 from headrace.errors import BadInput
 from headrace.inference.client.served_model import ServedModel
+from headrace.inference.schema import StructuredOutputs
 from headrace.orchestrator.conversation import derive_seed
 from headrace.orchestrator.dispatcher import ContextFactory, Dispatcher, EpisodeRunner
 from headrace.orchestrator.sampler import FrozenSampler
@@ -54,14 +55,19 @@ def sampler_of(teacher: ServedModel, model: Model, seq_len: int = 1000, **option
 
 
 async def ask(
-    respond: Respond, seq_len: int = 1000, messages: Any = HELLO, at_most: int | None = None, **options: Any
+    respond: Respond,
+    seq_len: int = 1000,
+    messages: Any = HELLO,
+    at_most: int | None = None,
+    structured_outputs: StructuredOutputs | None = None,
+    **options: Any,
 ) -> tuple[Reply, list[dict[str, Any]]]:
     """One question, and the bodies that the server got."""
     async with OpenAIStandIn(respond) as server:
         teacher = served(server, retry_for=options.pop("retry_for", 0))
         line = sampler_of(teacher, load("qwen3"), seq_len, **options).open("session", "episode")
         try:
-            return await line.chat(messages, max_tokens=at_most), server.asked
+            return await line.chat(messages, (), at_most, structured_outputs), server.asked
         finally:
             await teacher.close()
 
@@ -87,6 +93,27 @@ async def test_the_server_is_asked_in_words_as_the_run_says():
     assert model.decode(reply.turn.completion_ids.tolist()) == "<think>\n\n</think>\n\nyes<|im_end|>"
     assert set(reply.turn.versions.tolist()) == {NOT_SAMPLED}
     assert reply.turn.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sent"),
+    [
+        (StructuredOutputs(json_object=True), {"response_format": {"type": "json_object"}}),
+        (
+            StructuredOutputs(json={"type": "object"}),
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "reply", "schema": {"type": "object"}},
+                }
+            },
+        ),
+        (StructuredOutputs(choice=["yes", "no"]), {"structured_outputs": {"choice": ["yes", "no"]}}),
+    ],
+)
+async def test_structured_outputs_are_left_to_the_teachers_server(outputs: StructuredOutputs, sent: dict[str, Any]):
+    _, (body,) = await ask(lambda _: "yes", structured_outputs=outputs)
+    assert sent.items() <= body.items()
 
 
 async def test_what_changes_nothing_is_left_to_the_server():

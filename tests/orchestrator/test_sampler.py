@@ -13,7 +13,7 @@ from renderers import config_from_name, create_renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong
 from headrace.environments.tools import Tool
-from headrace.inference.schema import Completion
+from headrace.inference.schema import Completion, StructuredOutputs
 from headrace.orchestrator.conversation import derive_seed
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.types import Message
@@ -71,6 +71,26 @@ async def test_a_prompt_may_leave_room_for_one_token_and_no_less():
     with pytest.raises(PromptTooLong, match=rf"\b{length}\b.*seq_len.*\b{length}\b"):
         await sampler_of(model, engine, length).open("session", "episode").chat(HELLO)
     assert len(engine.exchanges) == 1
+
+
+@pytest.mark.parametrize(
+    ("trains", "tools", "followed"), [(False, [], True), (True, [], False), (False, SCHEMAS, False)]
+)
+async def test_structured_outputs_are_followed_where_tokens_are_not_trained_on(
+    trains: bool, tools: Any, followed: bool, caplog: pytest.LogCaptureFixture
+):
+    model = load("qwen3")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'  # of a structured reply, it is text
+    engine = RecordingEngine(lambda prompt, sampling: ([*model.encode(call), *model.encode("<|im_end|>")], "stop"))
+    line = sampler_of(model, engine, trains=trains).open("session", "episode")
+    outputs = StructuredOutputs(regex=re.escape(call))
+    replies = [await line.chat(HELLO, tools, structured_outputs=outputs) for _ in range(2)]
+    sent = [exchange.sampling.structured_outputs for exchange in engine.exchanges]
+    assert sent == [outputs if followed else None] * 2
+    assert len(caplog.records) == (0 if followed else 1)
+    if followed:
+        assert replies[0].message == {"role": "assistant", "content": call}
+        assert replies[0].tool_calls == []
 
 
 async def test_tools_need_a_renderer_that_reads_calls():

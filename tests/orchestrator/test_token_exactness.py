@@ -22,6 +22,7 @@ from headrace.inference.schema import (
     GenerateRequest,
     GenerateResponse,
     SamplingParams,
+    StructuredOutputs,
     TokenLogprob,
     WeightVersionSpan,
 )
@@ -323,10 +324,14 @@ class Gold:
         self._messages: Sequence[Message] = ()
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         self._messages = messages
-        return await self._line.chat(messages, tools, max_tokens)
+        return await self._line.chat(messages, tools, max_tokens, structured_outputs)
 
     def _answer(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], str]:
         gold = self.environment.gold(self.task, self._messages)

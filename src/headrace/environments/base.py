@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.environments.strict_format import THINKING_TAGS
 from headrace.errors import BadInput
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.fingerprint import fingerprint
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.text.messages import Reply as Reply
@@ -66,11 +67,17 @@ class Context(Protocol):
     """An episode's access to the model."""
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         """Return one reply to the conversation. A conversation that continues an earlier reply keeps its exact tokens.
 
-        `tools` are function schemas in OpenAI's form; `max_tokens` can only lower the run's limit.
+        `tools` are function schemas in OpenAI's form; `max_tokens` can only lower the run's limit. A reply matches
+        `structured_outputs` in evaluation and where a frozen model samples; elsewhere they are ignored, with a warning:
+        the trainer computes logprobs of the whole distribution, not of a masked one.
         """
         ...
 

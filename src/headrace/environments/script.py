@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.environments.base import Demonstration, Environment, Reply, ToolCall, tasks_of
 from headrace.errors import BadInput
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
 Answer = Callable[[Sequence[Message]], Message | str | Reply]
@@ -31,7 +32,11 @@ class Script:
         self.calls: list[tuple[list[Message], list[dict[str, Any]]]] = []
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         self.calls.append((list(messages), list(tools)))
         return as_reply(self._answer(messages))

@@ -19,6 +19,7 @@ from headrace.environments.base import ChatFailed, Environment, EpisodeError, Pr
 from headrace.environments.channel import Call, Cancel, Channel, Failed, Result, decoder, encode
 from headrace.environments.child_process import connect_to_parent
 from headrace.environments.registry import load_environment
+from headrace.inference.schema import StructuredOutputs
 from headrace.observe.status import setup_logging
 from headrace.rollout.checks import checked_rollouts, normalize_fields
 from headrace.rollout.types import Message, Rollout, RolloutError, Task
@@ -100,9 +101,13 @@ class WorkerContext:
         self._job = job
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
-        arguments = encode((self._job, list(messages), list(tools), max_tokens))
+        arguments = encode((self._job, list(messages), list(tools), max_tokens, structured_outputs))
         number, outcome = self._channel.call("chat", arguments)
         try:
             reply = await outcome

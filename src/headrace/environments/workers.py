@@ -22,6 +22,7 @@ from headrace.environments.child_process import describe_exit, kill_group, paren
 from headrace.environments.fault import CANCELLED_ITSELF, Fault
 from headrace.environments.worker import SCHEMA, Scores
 from headrace.errors import Failure
+from headrace.inference.schema import StructuredOutputs
 from headrace.observe import tracing
 from headrace.rollout.types import Rollout, Task
 
@@ -35,7 +36,7 @@ MAX_FAILED_STARTS = 3
 
 _rollouts = decoder(list[Rollout])
 _scores = decoder(list[Scores])
-_chat_arguments = decoder(tuple[int, Any, Any, Any])
+_chat_arguments = decoder(tuple[int, Any, Any, Any, StructuredOutputs | None])
 
 
 class WorkerLimits(msgspec.Struct, frozen=True):
@@ -342,14 +343,14 @@ class WorkerProcess:
 
     async def _chat(self, call: Call) -> Reply:
         """Call the model for an episode; keep the original exception in case the environment re-raises it."""
-        number, messages, tools, max_tokens = _chat_arguments.decode(call.arguments)
+        number, messages, tools, *settings = _chat_arguments.decode(call.arguments)
         job, chat = self.jobs.get(number), asyncio.current_task()
         if job is None or job.context is None or chat is None:
             raise RuntimeError("the episode has ended")
         job.chats.add(chat)
         try:
             with tracing.continued(job.trace):
-                return await job.context.chat(messages, tools, max_tokens)
+                return await job.context.chat(messages, tools, *settings)
         except (Exception, asyncio.CancelledError) as error:
             job.chat_errors[call.number] = error
             raise

@@ -86,7 +86,7 @@ class _RecordingContext:
     def __init__(self) -> None:
         self.call: asyncio.Future[tuple[list[Message], list[Tool]]] = asyncio.get_running_loop().create_future()
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Any:
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *_: Any, **__: Any) -> Any:
         if not self.call.done():
             self.call.set_result((list(messages), list(tools)))
         await asyncio.Event().wait()

@@ -13,6 +13,7 @@ import msgspec
 from renderers.base import Renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong, Reply
+from headrace.inference.schema import StructuredOutputs
 from headrace.observe import tracing
 from headrace.rollout.types import Message, Turn
 from headrace.text.completion import CompletionParser
@@ -116,6 +117,7 @@ class TurnRequest(NamedTuple):
     """Unique among all turns of the run, and the same when the run is repeated."""
     first_call: int
     """The number of its first tool call."""
+    structured_outputs: StructuredOutputs | None
 
     def limit_tokens(self, limit: int | None) -> int:
         """Return the tokens that the reply may have, within the run's limit, too."""
@@ -145,7 +147,13 @@ class Conversation:
         self._replies: dict[bytes, list[tuple[Message, Turn]]] = {}
         """By the hash of the conversation up to the reply at that time: an environment may change its messages."""
 
-    async def chat(self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None) -> Reply:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
+    ) -> Reply:
         """Return one reply. Concurrent calls are distinguished by their content, not by their order."""
         messages, tools = list(messages), list(tools)
         try:
@@ -161,7 +169,8 @@ class Conversation:
         limit = prompter.max_completion_tokens(len(prompt.ids))
         if max_tokens is not None:
             limit = min(limit, max_tokens)
-        request = TurnRequest(prompt, messages, tools, limit, self._session, name, _count_calls(messages))
+        first_call = _count_calls(messages)
+        request = TurnRequest(prompt, messages, tools, limit, self._session, name, first_call, structured_outputs)
         with tracing.span("turn", prompt_tokens=len(prompt.ids), max_tokens=limit):
             reply = await self._source.reply(request)
         hashes[-1].update(encode(reply.message))

@@ -5,6 +5,7 @@ The teacher's server returns text; `text/teacher_reply.py` rewrites it as the po
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from headrace.environments.base import EpisodeError, Reply
 from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
-from headrace.inference.client.served_model import ServedModel, sampling_keys
-from headrace.inference.schema import Completion, SamplingParams
+from headrace.inference.client.served_model import ServedModel, sampling_keys, structured_keys
+from headrace.inference.schema import Completion, SamplingParams, StructuredOutputs
 from headrace.orchestrator.conversation import (
     INLINE_CHARS,
     Conversation,
@@ -27,10 +28,12 @@ from headrace.orchestrator.conversation import (
     run_inline_or_in_thread,
 )
 from headrace.rollout.types import Message, Turn
-from headrace.text.messages import content_text, refusal_text
+from headrace.text.messages import assistant_message, content_text, refusal_text
 from headrace.text.prompt import Prompt
 from headrace.text.teacher_reply import TeacherReplyRewriter, UntrainableReply
 from headrace.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 INLINE_TOKENS = 4096
 """Replies up to this length are parsed on the event loop, longer ones in a thread."""
@@ -48,6 +51,9 @@ class Sampler:
     turn after an update shares nothing with earlier turns of its conversation. During an update the salt may be the
     older one, so engines also separate cached blocks by weights themselves.
 
+    Tokens that are trained on (`trains`) are sampled without the masks of structured outputs: the trainer computes
+    their logprobs without one.
+
     `observe` is called with each prompt, completion and temperature and must not block. With a `seed`, each request
     has a seed derived from it, the name of the episode and the conversation. Long prompts are rendered in up to
     `pool_size` threads.
@@ -63,10 +69,13 @@ class Sampler:
         observe: Callable[[list[int], Completion, float], None] | None = None,
         seed: int | None = None,
         pool_size: int = 1,
+        trains: bool = False,
         **sampling: Any,
     ) -> None:
         self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
         self._client = client
+        self._trains = trains
+        self._has_warned = False
         self._params = SamplingParams(**sampling, stop_token_ids=self.prompter.parser.stop_token_ids)
         self._cache_salt = cache_salt
         self._observe = observe
@@ -82,14 +91,18 @@ class Sampler:
     async def reply(self, request: TurnRequest) -> Reply:
         """Sample a reply from an engine."""
         limit, seed = request.limit_tokens(self._params.max_tokens), request.seed(self._seed)
+        structured = self._mask(request)
         completion = await self._client.generate(
             request.prompt.ids,
-            msgspec.structs.replace(self._params, max_tokens=limit, seed=seed),
+            msgspec.structs.replace(self._params, max_tokens=limit, seed=seed, structured_outputs=structured),
             cache_salt=self._cache_salt(),
             session=request.session,
         )
         if self._observe is not None:
             self._observe(request.prompt.ids, completion, self._params.temperature)
+        if structured is not None:
+            text = self.prompter.parser.text(completion.token_ids)
+            return Reply(assistant_message(text), self._turn(request.prompt, completion), [], text)
         message, tool_calls, raw = await run_inline_or_in_thread(
             len(completion.token_ids) <= INLINE_TOKENS,
             self.prompter.parser.parse,
@@ -99,6 +112,20 @@ class Sampler:
             request.first_call,
         )
         return Reply(message, self._turn(request.prompt, completion), tool_calls, raw)
+
+    def _mask(self, request: TurnRequest) -> StructuredOutputs | None:
+        """Return what the reply must match, unless it cannot be followed here."""
+        if request.structured_outputs is None or not (self._trains or request.tools):
+            return request.structured_outputs
+        if not self._has_warned:
+            self._has_warned = True
+            reason = (
+                "the policy is trained on logprobs of its whole distribution, not of a masked one"
+                if self._trains
+                else "a reply that follows them cannot call the tools that are offered"
+            )
+            log.warning("an environment sets structured outputs: ignored, since %s", reason)
+        return None
 
     def _turn(self, prompt: Prompt, completion: Completion) -> Turn:
         truncated = completion.truncated_logprobs
@@ -159,7 +186,7 @@ class FrozenSampler:
 
     async def _request(self, request: TurnRequest, messages: list[Message]) -> ChatResponse:
         seed = request.seed(self._seed)
-        extra = self._sampling | ({} if seed is None else {"seed": seed})
+        extra = self._sampling | ({} if seed is None else {"seed": seed}) | structured_keys(request.structured_outputs)
 
         async def send(limit: int | None, client: OpenAIClient) -> ChatResponse:
             return await client.chat(messages, tools=request.tools, max_tokens=limit, extra=extra)

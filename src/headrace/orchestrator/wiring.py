@@ -275,6 +275,7 @@ def _sampler(
         **options,
         cache_salt=lambda: str(policy.watcher.version),
         observe=drift.observe if is_observed else None,
+        trains=kind is Kind.TRAIN,
         latents=latents,
         routed_experts=config.routed_experts and kind is Kind.TRAIN,
     )

@@ -19,6 +19,7 @@ from headrace.environments.agents.environment import bypass_proxy_for_loopback
 from headrace.environments.base import Context, EpisodeError, PromptTooLong, Reply, tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import Script, call_tool
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task
 from tests.end_to_end.runs import is_alive, wait_until
 from tests.environments.agents import agents, rows
@@ -117,7 +118,11 @@ class Small:
         self.room = room
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         if sum(len(message["content"]) for message in messages) > self.room:
             raise PromptTooLong(f"the conversation is longer than {self.room}")
@@ -290,6 +295,7 @@ PARENT = """
 import asyncio, sys
 from headrace.environments.registry import load_environment
 from headrace.environments.script import Script
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Task
 
 async def main():

@@ -16,6 +16,7 @@ from headrace.environments.agents.episode import Episode
 from headrace.environments.agents.proxy import Proxy
 from headrace.environments.base import Reply
 from headrace.environments.script import Script, as_reply, call_tool
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Turn
 from tests.environments.agents.agents import ADD, shared
 from tests.environments.pools import Failing
@@ -112,16 +113,22 @@ async def test_a_stop_string_ends_what_the_agent_sees_and_not_what_was_sampled(p
 
 
 class Recording(Script):
-    """A script that knows how many tokens it was allowed."""
+    """A script that knows how many tokens it was allowed, and what its replies had to match."""
 
     def __init__(self, answer: Callable[[Sequence[Message]], str]) -> None:
         super().__init__(answer)
         self.max_tokens: list[int | None] = []
+        self.structured_outputs: list[StructuredOutputs | None] = []
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         self.max_tokens.append(max_tokens)
+        self.structured_outputs.append(structured_outputs)
         return await super().chat(messages, tools, max_tokens)
 
 
@@ -135,6 +142,19 @@ async def test_limits_and_tools_reach_the_model_as_they_were_asked_for(proxy: Pr
         await chat.create(model="policy", messages=HELLO, tools=TOOLS, tool_choice="required")
     assert script.max_tokens == [5, 7, None, None]
     assert [tools for _, tools in script.calls] == [[], TOOLS, [], TOOLS]
+
+
+async def test_what_a_reply_must_match_reaches_the_model(proxy: Proxy):
+    script = Recording(lambda messages: "x")
+    schema = {"type": "object"}
+    with proxy.episode(script) as episode:
+        chat = client_of(proxy, episode).chat.completions
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        await chat.create(model="policy", messages=HELLO, response_format=form)
+        await chat.create(model="policy", messages=HELLO, extra_body={"guided_choice": ["a", "b"]})
+        with pytest.raises(openai.BadRequestError, match="response_format, guided_regex"):
+            await chat.create(model="policy", messages=HELLO, response_format=form, extra_body={"guided_regex": "a"})
+    assert script.structured_outputs == [StructuredOutputs(json=schema), StructuredOutputs(choice=["a", "b"])]
 
 
 async def test_models_are_listed_and_found_by_any_name(proxy: Proxy):
@@ -166,11 +186,7 @@ async def test_what_cannot_be_done_is_refused_with_its_name(proxy: Proxy, asked:
 
 async def test_what_would_change_the_distribution_is_ignored_and_named() -> None:
     neutral = {"presence_penalty": 0, "repetition_penalty": 1, "response_format": {"type": "text"}}
-    changed = {
-        "frequency_penalty": 0.5,
-        "structured_outputs": {"regex": "a"},
-        "response_format": {"type": "json_object"},
-    }
+    changed = {"frequency_penalty": 0.5, "tool_choice": "required"}
     assert ignored_settings(msgspec.convert({"messages": [], **neutral}, ChatRequest)) == []
     assert {*ignored_settings(msgspec.convert({"messages": [], **changed}, ChatRequest))} == {*changed}
 

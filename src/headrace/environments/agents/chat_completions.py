@@ -1,9 +1,8 @@
 """Bodies of `/v1/chat/completions`: requests of agents, and the policy's replies, whole or as a stream.
 
 The run decides how its policy is sampled, since training depends on it: such settings of a request are ignored, with
-one warning each. So are forced tool calls and structured outputs: tokens of a masked distribution would not be those of
-the policy that the trainer computes. Settings whose absence would change what the agent gets are refused. A stream is
-sent once the reply is complete.
+one warning each. So are forced tool calls; structured outputs are left to the episode's context. Settings whose absence
+would change what the agent gets are refused. A stream is sent once the reply is complete.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-
-import msgspec
 
 from headrace.environments.base import Reply
 from headrace.inference.backend import InvalidRequest
@@ -48,12 +45,6 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
     presence_penalty: Unsupported = 0
     frequency_penalty: Unsupported = 0
     repetition_penalty: Unsupported = 1
-    structured_outputs: Unsupported = None
-    response_format: Unsupported = msgspec.field(default_factory=lambda: {"type": "text"})
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     functions: list[Any] | None = None
@@ -62,6 +53,7 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
 
     def check(self) -> None:
         """Raise `InvalidRequest` for settings that are refused."""
+        self.use_structured_outputs()
         for field, why in REFUSED.items():
             if getattr(self, field):
                 raise InvalidRequest(f"not supported: {why}", key=field)

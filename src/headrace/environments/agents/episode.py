@@ -106,7 +106,9 @@ class Episode:
     async def _sample(self, request: ChatRequest, messages: list[Message]) -> Choice:
         tools = [] if request.tool_choice == "none" else request.tools or []
         try:
-            reply = await self._context.chat(messages, tools if self._describe_tools else [], request.token_limit)
+            reply = await self._context.chat(
+                messages, tools if self._describe_tools else [], request.token_limit, request.structured_outputs
+            )
         except PromptTooLong as error:
             self.overflow = error
             raise

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import (
     ModelEntry,
@@ -23,6 +25,7 @@ from headrace.inference.client.openai_client import (
     backoff_delays,
     retry,
 )
+from headrace.inference.schema import StructuredOutputs
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +160,18 @@ def sampling_keys(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
     keys |= {"top_p": top_p} if top_p < 1 else {}
     keys |= {"top_k": top_k} if top_k != -1 else {}
     return keys | ({"min_p": min_p} if min_p > 0 else {})
+
+
+def structured_keys(outputs: StructuredOutputs | None) -> dict[str, Any]:
+    """Return what a reply must match as fields of a request: OpenAI's where it has them, else vLLM's and ours."""
+    if outputs is None:
+        return {}
+    if outputs.json_object:
+        return {"response_format": {"type": "json_object"}}
+    if isinstance(outputs.json, dict):
+        form = {"name": "reply", "schema": outputs.json}
+        return {"response_format": {"type": "json_schema", "json_schema": form}}
+    return {"structured_outputs": msgspec.to_builtins(outputs)}
 
 
 def _is_temporary(error: OpenAIError) -> bool:

@@ -13,7 +13,8 @@ from headrace.environments.base import Reply
 from headrace.environments.openai_chat import chat, is_context_overflow
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
-from headrace.inference.client.served_model import ServedModel, sampling_keys
+from headrace.inference.client.served_model import ServedModel, sampling_keys, structured_keys
+from headrace.inference.schema import StructuredOutputs
 from headrace.orchestrator.conversation import derive_seed
 from headrace.rollout.types import Message
 
@@ -73,13 +74,18 @@ class _Context:
         self._requests = 0
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         self._requests += 1
         seed = self._contexts.seed
         own = {} if seed is None else {"seed": derive_seed(f"{seed}-{self._episode}-{self._requests}")}
         limits = [limit for limit in (self._contexts.max_tokens, max_tokens) if limit is not None]
-        request = partial(self._request, list(tools), {**self._contexts.keys, **own}, min(limits, default=None))
+        extra = {**self._contexts.keys, **own, **structured_keys(structured_outputs)}
+        request = partial(self._request, list(tools), extra, min(limits, default=None))
         return await chat(request, messages, tools, FAILED)
 
     async def _request(

@@ -33,6 +33,8 @@ from headrace.environments.openai_chat import chat
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, hide_password, retry
+from headrace.inference.client.served_model import structured_keys
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.tools.probe.report import EpisodeProblem, ProbeReport, SampledEpisodes, SignalPrediction, episode_rewards
 from headrace.tools.probe.runner import Progress
@@ -89,14 +91,19 @@ class EndpointContext:
         self._max_tokens = max_tokens
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         limits = [limit for limit in (self._max_tokens, max_tokens) if limit is not None]
 
         async def request(body: list[Message]) -> ChatResponse:
             sampling: dict[str, Any] = {"temperature": self._temperature, "max_tokens": min(limits, default=None)}
             backoffs = (FIRST_BACKOFF_S * 2**attempt for attempt in range(MAX_ATTEMPTS - 1))
-            return await retry(lambda: self._client.chat(body, tools=tools, **sampling), backoffs)
+            extra = structured_keys(structured_outputs)
+            return await retry(lambda: self._client.chat(body, tools=tools, extra=extra, **sampling), backoffs)
 
         return await chat(request, messages, tools, "endpoint")
 

@@ -27,6 +27,7 @@ from headrace.environments.fault import user_code_location
 from headrace.environments.registry import load_environment, location_of
 from headrace.environments.script import as_reply
 from headrace.errors import Failure
+from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.safe_text import encodable
 from headrace.tools.probe.completions import BY_NAME, ChatState, NoGold, ScriptedCompletion
@@ -164,7 +165,11 @@ class ScriptedContext:
         self._completion = completion
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> Reply:
         if self.replies == MAX_REPLIES:
             self.endless = True
