@@ -13,7 +13,7 @@ import pytest
 
 from headrace.errors import AGAIN
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.schema import SamplingParams
+from headrace.inference.schema import PROCESSED, SamplingParams
 from headrace.inference.server.keys import Keys
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.observe.metrics import read_metrics
@@ -62,6 +62,36 @@ async def test_openais_client_chats_with_it(backend: VllmBackend, model_director
         assert choice.logprobs is not None and choice.logprobs.content
         for entry in choice.logprobs.content:
             assert len(entry.top_logprobs) == 3 and entry.logprob <= entry.top_logprobs[0].logprob
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_structured_outputs_are_those_of_vllm(backend: VllmBackend, model_directory: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 100, "n": 4, "seed": 5, "temperature": 1.5}
+    async with (
+        served(lent(backend), chat_of(model_directory), Keys()) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        create = client.chat.completions.create
+        objects = await create(**asked, response_format=form, logprobs=True)
+        choices = await create(**asked, extra_body={"guided_choice": ["yes", "no"]})
+        matches = await create(**asked, extra_body={"structured_outputs": {"regex": "a{3}b"}})
+        with pytest.raises(openai.BadRequestError):
+            await create(**asked, extra_body={"guided_regex": "a("})
+    for choice in objects.choices:
+        if choice.finish_reason == "stop":  # a random model may write blanks until its limit
+            assert json.loads(choice.message.content or "")["a"] in (1, 22)
+        assert choice.logprobs_mode == PROCESSED  # type: ignore[attr-defined]
+    assert {choice.message.content for choice in choices.choices} <= {"yes", "no"}
+    assert {choice.message.content for choice in matches.choices} == {"aaab"}
+    entries = objects.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert entries[0].logprob == pytest.approx(0, abs=1e-4)  # of the masked distribution: only "{" is allowed
 
 
 @pytest.mark.asyncio(loop_scope="session")
