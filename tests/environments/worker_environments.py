@@ -131,7 +131,7 @@ class Deeds(Environment):
 
     async def give_up_waiting(self, context: Context, path: str) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(context.chat([]), 0.01)
+            await asyncio.wait_for(context.chat([]), 0.2)
         while not os.path.exists(path):
             await asyncio.sleep(0.01)
 

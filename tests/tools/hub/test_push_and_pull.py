@@ -21,11 +21,14 @@ from headrace.launch.saved_config import read_run
 from headrace.observe.summary import summarize
 from headrace.rollout.digest import seal
 from headrace.rollout.types import Rollout
+from headrace.tools.hub.card import run_card
 from headrace.tools.hub.repository import Checksum, git_hash_of, sha256_of
 from headrace.transport.checkpoint_files import CheckpointMarker
 from headrace.transport.digests import file_digest, write_digests
+from headrace.transport.platform import Platform, write_platform
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RunDir
+from tests.observe.runs import write_run
 from tests.tools.hub.conftest import KEY, write_checkpoint, write_model
 from tests.tools.hub.stand_in import LARGE, Hub
 
@@ -320,8 +323,36 @@ def test_the_card_tells_what_is_known(hub: Hub, run: Path):
     assert "A run of reinforcement learning with Headrace" in card
     assert "It began with a local model, `the-base`." in card
     assert "| train reward | 0.150 → 0.700 (+0.550) |" in card  # the first and the last two of five steps
-    assert "| orchestrator.train.env | reverse-text |" in card
+    assert "| training | reverse-text |" in card
+    assert "| orchestrator.algo.type | grpo |" in card
     assert "headrace pull team/mill mill" in card
+
+
+def test_the_card_names_data_scores_and_versions_without_the_machines_folders(tmp_path: Path):
+    keys = {
+        "orchestrator.train.env": [{"id": "gsm8k", "args": {"path": str(tmp_path / "gsm.jsonl"), "limit": 9}}],
+        "orchestrator.eval.env": [{"id": "reverse-text", "num_examples": 5}],
+    }
+    run = RunDir(write_run(tmp_path / "mill", [0.1, 0.5], {0: 0.25, 2: 0.75}, keys=keys))
+    versions = {"torch": "2.13.0"}
+    write_platform(run.platform, Platform(versions, "x86_64", "NVIDIA H200", "bfloat16", threads=4, ranks=2))
+    card = run_card(run, "team/mill", "team/base", "base", [])
+    assert "base_model: team/base" in card
+    assert "| training | gsm8k | path = gsm.jsonl, limit = 9 |" in card
+    assert "| evaluation | reverse-text | num_examples = 5 |" in card
+    assert "0.250 → 0.750" in card
+    assert "torch 2.13.0, on NVIDIA H200 (x86_64), bfloat16, 2 ranks" in card
+    assert str(tmp_path) not in card
+
+
+def test_a_card_of_supervised_training_names_its_dataset(tmp_path: Path):
+    run = RunDir(tmp_path)
+    data = {"name": "team/conversations", "split": "train", "batch_size": 8}
+    run.config.write_text(tomli_w.dumps({"data": data, "validation": {"fraction": 0.1}, "max_steps": 3}))
+    card = run_card(run, "team/mill", None, "base", [])
+    assert "datasets:\n- team/conversations\n" in card
+    assert "| training | team/conversations | split = train |" in card
+    assert "| data.batch_size | 8 |" in card
 
 
 def test_a_card_that_somebody_edited_stays(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from headrace import __version__
 from headrace.config.files import read_toml
-from headrace.observe.summary import rows, summarize, title
+from headrace.observe.summary import rows, summarize, table, title
 from headrace.runfile.reading import leaves
 from headrace.safe_text import markdown_table
-from headrace.tools.hub.layout import CONFIG, RUN
+from headrace.tools.hub.layout import CONFIG, RUN, hub_name
+from headrace.transport.platform import read_platform
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 LOADING = """```python
@@ -24,20 +26,11 @@ KINDS = {"dpo": "dpo", "data": "sft"}
 """Kinds of runs by a section that others do not have."""
 KIND_NAMES = {"rl": "reinforcement learning", "sft": "supervised training", "dpo": "direct preference optimization"}
 SHOWN_SETTINGS = (
-    *("orchestrator.algo.type", "orchestrator.batch_size", "orchestrator.group_size"),
-    *("trainer.loss.type", "trainer.optim.lr", "trainer.optim.type"),
-    *(
-        "dpo.loss",
-        "dpo.beta",
-        "data.env",
-        "data.name",
-        "optim.lr",
-        "optim.type",
-        "batch_size",
-        "max_steps",
-        "seq_len",
-        "seed",
-    ),
+    *("orchestrator.algo.type", "orchestrator.batch_size", "orchestrator.group_size", "orchestrator.max_async_level"),
+    *("orchestrator.train.sampling.temperature", "orchestrator.train.sampling.max_tokens"),
+    *("trainer.loss.type", "trainer.optim.lr", "trainer.optim.type", "trainer.lora.r"),
+    *("dpo.loss", "dpo.beta", "optim.lr", "optim.type", "data.batch_size", "batch_size"),
+    *("max_steps", "seq_len", "seed"),
 )
 """Settings on the card; all are in the configuration file."""
 
@@ -51,7 +44,7 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     model = ["The final model:", "", LOADING.format(repo=repo), ""] if "config.json" in files else []
     return "\n".join(
         [
-            *_head({"library_name": "transformers", "base_model": base}, ["headrace", kind]),
+            *_head({"library_name": "transformers", "base_model": base}, ["headrace", kind], _hub_datasets(tree)),
             *(
                 f"# {title(run)}",
                 "",
@@ -59,8 +52,10 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
                 "",
             ),
             *_results(run, files),
+            *_data(tree),
             *("## Settings", "", *markdown_table(settings), ""),
-            *(f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).", "", "## What is here", "", *model),
+            *(f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).", "", *_platform(run)),
+            *("## What is here", "", *model),
             *("The run, as a directory that `headrace summary` and `headrace eval` read:", ""),
             *_pulling(repo, title(run)),
         ]
@@ -93,8 +88,9 @@ def rollouts_card(run: str, repo: str, files: Sequence[str]) -> str:
     return "\n".join([*configs, f"# {run}: rollouts", "", sentence, "", *pulling])
 
 
-def _head(facts: Mapping[str, str | None], tags: Sequence[str]) -> list[str]:
+def _head(facts: Mapping[str, str | None], tags: Sequence[str], datasets: Sequence[str] = ()) -> list[str]:
     known = [f"{key}: {value}" for key, value in facts.items() if value]
+    known += ["datasets:", *(f"- {name}" for name in datasets)] if datasets else []
     return ["---", *known, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
@@ -103,14 +99,52 @@ def _results(run: RunDir, files: Sequence[str]) -> list[str]:
         return []
     plot = run.plot.name
     shown = [f"![Reward over optimizer steps]({plot})", ""] if plot in files else []
-    return ["## Results", "", *markdown_table([("", ""), *rows(summarize(run))]), "", *shown]
+    summary = summarize(run)
+    by_environment = [*markdown_table(table(summary.environments)), ""] if summary.environments else []
+    return ["## Results", "", *markdown_table([("", ""), *rows(summary)]), "", *by_environment, *shown]
+
+
+def _sources(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each table of a run file that names data, with what it is used for."""
+    orchestrator = tree.get("orchestrator", {})
+    yield from (("training", env) for env in orchestrator.get("train", {}).get("env", []))
+    yield from ((use, tree[key]) for key, use in (("data", "training"), ("validation", "validation")) if key in tree)
+    evals = [*orchestrator.get("eval", {}).get("env", []), *tree.get("eval", {}).get("env", [])]
+    yield from (("evaluation", env) for env in evals)
+
+
+def _hub_datasets(tree: dict[str, Any]) -> list[str]:
+    named = (source["name"] for _, source in _sources(tree) if "id" not in source and "name" in source)
+    return sorted({name for name in named if hub_name(name)})
+
+
+def _data(tree: dict[str, Any]) -> list[str]:
+    """Name environments and data files, and what selects from them, without the directories of a machine."""
+    found = [("used for", "source", "selection")]
+    for use, source in _sources(tree):
+        origin = next((source[key] for key in ("id", "env", "name", "path") if source.get(key)), None)
+        if origin is not None:  # `validation.fraction` takes part of the training data
+            options = {key: source[key] for key in ("split", "subset", "num_examples") if source.get(key)}
+            options |= source.get("args", {})
+            found.append((use, _portable(origin), ", ".join(f"{k} = {_portable(v)}" for k, v in options.items())))
+    return ["## Data", "", *markdown_table(found), ""] if len(found) > 1 else []
+
+
+def _portable(value: Any) -> str:
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else str(value)
+
+
+def _platform(run: RunDir) -> list[str]:
+    if (platform := read_platform(run.platform)) is None:
+        return []
+    versions = ", ".join(f"{name} {version}" for name, version in platform.versions.items())
+    ranks = f"{platform.ranks} ranks" if platform.ranks > 1 else "1 rank"
+    return [f"Trained with {versions}, on {platform.device} ({platform.machine}), {platform.dtype}, {ranks}.", ""]
 
 
 def _settings(tree: dict[str, Any]) -> dict[str, Any]:
-    environments = tree.get("orchestrator", {}).get("train", {}).get("env", [])
-    named = {"orchestrator.train.env": ", ".join(env["id"] for env in environments)} if environments else {}
     known = leaves(tree)
-    return named | {key: known[key] for key in SHOWN_SETTINGS if key in known}
+    return {key: known[key] for key in SHOWN_SETTINGS if key in known}
 
 
 def _pulling(what: str, directory: str) -> list[str]:
