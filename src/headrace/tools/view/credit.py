@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
-from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -22,16 +21,14 @@ from headrace.inference.client.reference import Reference
 from headrace.orchestrator.audit import states_before
 from headrace.rollout.routing import gradient_shares
 from headrace.rollout.types import Rollout, Task
-from headrace.tools.view.rollouts import read_export, read_rows, read_saved, step_scale
+from headrace.tools.view.rollouts import read_export, read_rollouts, read_saved, step_list, step_scale
 from headrace.tools.view.runs import ViewedRun, cached
 from headrace.tools.view.waterfall import component_shares, component_weights, explain, stream_summary
 from headrace.transport.journal import Journal
-from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.run_dir import RolloutKind
 
 IMPORTS = ("terms", "filter", "hint_filter")
 """Keys of an algorithm's section that name code of the user."""
-GROUP_COLUMNS = ["group_id", "error_reason", "trainable"]
 NEAR_STEPS = 8
 """Files before and after a step that are searched for the rest of a group."""
 MAX_REPLAYED_DRAWS = 20_000
@@ -97,13 +94,10 @@ def read_group(run: ViewedRun, step: int, rollout: Rollout) -> list[Rollout]:
     files = RolloutKind.TRAIN.files(run.dir.rollouts)
     near = sorted((other for other in files if abs(other - step) <= NEAR_STEPS), key=lambda other: abs(other - step))
     for other in near:
-        rows = cached(files[other], "groups", partial(read_rows, files[other], GROUP_COLUMNS))
-        chosen = {
-            number for number, row in enumerate(rows)
-            if row["group_id"] == rollout.group_id and row["error_reason"] is None and row["trainable"]
-        }  # fmt: skip
-        if chosen:
-            found += [saved.rollout for _, saved in RolloutFiles(run.dir.rollouts).stream(other, chosen)]
+        groups = {group["id"]: group["rows"] for group in step_list(run, RolloutKind.TRAIN, other)["groups"]}
+        rows = tuple(sorted(groups.get(rollout.group_id, ())))
+        members = [read.rollout for read in read_rollouts(run, RolloutKind.TRAIN, other, rows).values()]
+        found += [member for member in members if member.error is None and member.trainable]
         if found and len(found) >= rollout.credited:
             break
     return sorted(found, key=lambda member: member.episode)

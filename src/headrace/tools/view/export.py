@@ -60,7 +60,7 @@ def exported_paths(folder: RunFolder) -> Iterator[str]:
         for step in sorted({*saved["steps"][-MAX_STEPS:], *set(saved["steps"]).intersection(saved["token_steps"])}):
             yield f"{base}/steps/{step}"
             listed = step_list(run, RolloutKind.TRAIN, step)
-            for row in listed["rollouts"]["row"]:
+            for row in _rows(listed):
                 yield from (f"{base}/steps/{step}/rollouts/{row}", f"{base}/steps/{step}/rollouts/{row}/credit")
             if run.dir.journal.is_file():
                 yield from (f"{base}/draws/{group['draw']}" for group in listed["groups"])
@@ -76,8 +76,14 @@ def _evaluation_paths(run: ViewedRun, base: str) -> Iterator[str]:
     pairs = {*pairwise(versions), *zip(versions[:1], versions[-1:], strict=True)} if len(versions) > 1 else set()
     yield from (f"{base}/{before}/{after}" for before, after in sorted(pairs))
     for version in versions:
-        rows = step_list(run, RolloutKind.EVAL, version)["rollouts"]["row"]
-        yield from (f"{base}/{version}/rollouts/{row}" for row in rows)
+        listed = step_list(run, RolloutKind.EVAL, version)
+        yield from (f"{base}/{version}/rollouts/{row}" for row in _rows(listed))
+
+
+def _rows(listed: dict[str, Any]) -> Iterator[int]:
+    """Yield the rows of a step, group by group: a group is read once."""
+    for group in listed["groups"]:
+        yield from group["rows"]
 
 
 def answer_to(folder: RunFolder, path: str) -> Any:

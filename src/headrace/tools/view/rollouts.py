@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from headrace.errors import BadInput
 from headrace.rollout.routing import GradientShare, gradient_shares, token_gradients
 from headrace.rollout.types import Rollout, Sample
 from headrace.tools.view.charts import suggest_charts
-from headrace.tools.view.runs import NotFound, ViewedRun, cached, main_settings
+from headrace.tools.view.runs import NotFound, ViewedRun, cached, identity, main_settings
 from headrace.tools.view.token_text import find_tokenizer, texts_of
 from headrace.transport.rollout_files import RolloutFiles, SavedRollout
 from headrace.transport.run_dir import RolloutKind
@@ -145,11 +146,28 @@ def preview(messages: Any) -> str:
     return text_of(answers[-1])[:PREVIEW_CHARS] if answers else ""
 
 
+def rows_of_group(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> tuple[int, ...]:
+    """Return the rows of a rollout's group."""
+    listed = step_list(run, kind, step)
+    if row >= len(listed["rollouts"]["group"]):
+        raise NotFound(f"step {step} has fewer rollouts", key="row", value=row)
+    return tuple(sorted(listed["groups"][listed["rollouts"]["group"][row]]["rows"]))
+
+
+def read_rollouts(run: ViewedRun, kind: RolloutKind, step: int, rows: tuple[int, ...]) -> dict[int, SavedRollout]:
+    """Return rollouts by row. Those of the last group are kept: what explains one of them needs the others."""
+    return _read_rollouts(run.dir.rollouts, kind, step, rows, identity(file_of(run, kind, step)))
+
+
+@lru_cache(maxsize=1)
+def _read_rollouts(
+    folder: Path, kind: RolloutKind, step: int, rows: tuple[int, ...], file: object
+) -> dict[int, SavedRollout]:
+    return dict(RolloutFiles(folder, kind).stream(step, set(rows)))
+
+
 def read_saved(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> SavedRollout:
-    file_of(run, kind, step)
-    for _, saved in RolloutFiles(run.dir.rollouts, kind).stream(step, {row}):
-        return saved
-    raise NotFound(f"step {step} has fewer rollouts", key="row", value=row)
+    return read_rollouts(run, kind, step, rows_of_group(run, kind, step, row))[row]
 
 
 def describe_rollout(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> dict[str, Any]:
@@ -234,8 +252,8 @@ def read_export(run: ViewedRun, step: int, row: int, rollout: Rollout) -> list[d
     if step not in run.dir.tokens.steps():
         return values
     path = run.dir.tokens.path(step)
-    table = pq.read_table(path, filters=[("rollout", "=", row)])
-    table = table.sort_by([("sample", "ascending"), ("position", "ascending")])
+    table = _read_tokens(path, rows_of_group(run, RolloutKind.TRAIN, step, row), identity(path))
+    table = table.filter(pc.equal(table["rollout"], row))
     masks = [name for name in table.column_names if name.endswith("_masked")]
     open_samples = list(range(len(rollout.samples)))
     for number in dict.fromkeys(table["sample"].to_pylist()):
@@ -249,6 +267,13 @@ def read_export(run: ViewedRun, step: int, row: int, rollout: Rollout) -> list[d
         if masks:
             values[place]["masked"] = np.any([np.nan_to_num(_as_float(part[name])) for name in masks], axis=0)
     return values
+
+
+@lru_cache(maxsize=1)
+def _read_tokens(path: Path, rows: tuple[int, ...], folder: object) -> pa.Table:
+    """Return the exported tokens of rollouts in their order; those of the last group are kept."""
+    table = pq.read_table(path, filters=[("rollout", "in", rows)])
+    return table.sort_by([("rollout", "ascending"), ("sample", "ascending"), ("position", "ascending")])
 
 
 def _as_float(column: pa.ChunkedArray) -> np.ndarray:
