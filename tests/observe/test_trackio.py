@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import venv
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.config.monitors import TensorboardConfig, TrackioConfig
+from headrace.config.monitors import TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.launch import checks
 from headrace.observe.histograms import count
 from headrace.observe.metrics import MetricsLog
@@ -45,14 +46,22 @@ def test_a_missing_package_is_refused_with_the_extra(tmp_path: Path, monkeypatch
     assert refused.value.key == "[trackio]" and "headrace[trackio]" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
-def test_a_run_without_the_package_is_refused_before_it_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sections = {"tensorboard": TensorboardConfig(), "trackio": TrackioConfig(), "otel": None}
-    subject: Any = SimpleNamespace(config=SimpleNamespace(**sections))
-    monkeypatch.setattr(checks, "find_spec", lambda package: None if package == name else object())
+@pytest.mark.parametrize("leftover", [None, ModuleSpec("a folder", None)])
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_a_run_without_the_package_is_refused_before_it_starts(
+    name: str, leftover: ModuleSpec | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    sections: dict[str, Any] = {"tensorboard": TensorboardConfig(), "trackio": TrackioConfig(), "wandb": WandbConfig()}
+    subject: Any = SimpleNamespace(config=SimpleNamespace(**sections, otel=None))
+    installed = ModuleSpec("a package", None, origin="__init__.py")
+    monkeypatch.setattr(checks, "find_spec", lambda package: leftover if package == name else installed)
     (problem,) = checks.check_monitors(subject)
     assert problem.key == f"[{name}]" and f"headrace[{name}]" in str(problem)
-    assert checks.check_monitors in checks.CHECKS
+    assert checks.check_monitors in checks.CHECKS  # of --dry-run, too
+    if name == "wandb":
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        assert list(checks.check_monitors(subject)) == []
 
 
 @pytest.mark.full

@@ -37,6 +37,7 @@ from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
 from headrace.machine import visible_gpus
+from headrace.observe.monitors import wandb_mode
 from headrace.observe.tracing import check_installed
 from headrace.orchestrator.filters.custom import CustomFilterConfig
 from headrace.runfile.reading import filled_sources
@@ -119,16 +120,21 @@ def check_output_dir(subject: Subject) -> Iterator[BadInput]:
 
 
 def check_monitors(subject: Subject) -> Iterator[BadInput]:
-    """Check that the packages of the configured monitors are installed; W&B's is checked where its mode is read."""
-    for name in ("tensorboard", "trackio"):
-        section = getattr(subject.config, name)
-        if section is not None and section.enabled and find_spec(name) is None:
-            fix = f"pip install 'headrace[{name}]', or remove the section."
-            yield BadInput(f"the package {name} is not installed", key=f"[{name}]", fix=fix)
+    """Check that the packages of the configured monitors are installed."""
+    config = subject.config
+    sections = {"tensorboard": config.tensorboard, "trackio": config.trackio}
+    packages = [name for name, section in sections.items() if section is not None and section.enabled]
     try:
-        check_installed(subject.config.otel)
+        if config.wandb is not None and wandb_mode(config.wandb) != "disabled":
+            packages.append("wandb")
+        check_installed(config.otel)
     except BadInput as error:
         yield error
+    for name in packages:
+        found = find_spec(name)
+        if found is None or found.origin is None:  # else a folder of that name, as W&B leaves behind
+            fix = f"pip install 'headrace[{name}]', or remove the section."
+            yield BadInput(f"the package {name} is not installed", key=f"[{name}]", fix=fix)
 
 
 def check_model(subject: Subject) -> Iterator[BadInput]:
