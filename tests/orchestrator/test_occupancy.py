@@ -1,6 +1,6 @@
 """How much of the engines' slots a step used, and how long its tail was."""
 
-from headrace.orchestrator.occupancy import Occupancy
+from headrace.orchestrator.concurrency import Occupancy
 
 
 def test_slots_are_used_by_episodes_in_flight_and_a_queue_does_not_count():

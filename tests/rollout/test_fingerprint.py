@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace.rollout.fingerprint import fingerprint
+from headrace.rollout.digest import fingerprint
 
 TASKS = [{"question": "2 + 3", "answer": 5}, {"question": "2 + 4", "answer": 6}]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput, Failure
-from headrace.rollout.fingerprint import Fingerprint
+from headrace.rollout.digest import Fingerprint
 from headrace.rollout.schema import SchemaError
 from headrace.transport.journal import Journal, fork
 from headrace.transport.journal_entries import AlgorithmState, Clock, Draw, Entries, FileRecord, Outcome, Totals

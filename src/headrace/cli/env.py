@@ -89,15 +89,13 @@ def machine() -> Iterator[tuple[str, str]]:
     yield "cores", f"{usable_cores()} of {os.cpu_count()}"
     yield "memory", f"{HostMemory().total() / 2**30:.1f} GiB"
     yield "free disk", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB here"
-    yield "cache", "writable" if os.access(_existing(cache_directory()), os.W_OK) else "not writable"
+    cache = cache_directory()
+    existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    yield "cache", "writable" if os.access(existing, os.W_OK) else "not writable"
     yield "programs", ", ".join(filter(shutil.which, PROGRAMS)) or "none of " + ", ".join(PROGRAMS)
     yield "installed", "from a checkout" if (Path(__file__).parents[3] / "pyproject.toml").is_file() else "as a package"
     for number, gpu in enumerate(_gpus()):
         yield f"GPU {number}", gpu
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def _gpus() -> list[str]:

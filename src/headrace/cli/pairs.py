@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from headrace.cli.common import choose_steps, format_steps, positive, step_span
 from headrace.cli.prepare import notify
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run, run_directory
-from headrace.tools.pairs.pairs import Choice, is_held_out, make_pairs
-from headrace.tools.pairs.tools import add_tools
+from headrace.tools.pairs.pairs import Choice, add_tools, is_held_out, make_pairs
 from headrace.transport.files import write_atomically
 from headrace.transport.rollout_files import RolloutFiles
 
@@ -65,11 +62,7 @@ def run_pairs(arguments: argparse.Namespace) -> int:
             fact = f"of {tasks} tasks with pairs {'none' if not held_out else 'every one'} is held out"
             raise BadInput(fact, key="--held-out", value=share, fix="Choose another share, or read more steps.")
     for file, rows in parts.items():
-        write_atomically(file, _lines(rows))
+        write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         print(f"{len(rows):,} pairs of {len({(row['env'], row['task_key']) for row in rows}):,} tasks: {file}")
     print(f"from {source}" + (f"; not used: {reasons}" if reasons else ""))
     return 0
-
-
-def _lines(rows: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()

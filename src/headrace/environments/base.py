@@ -16,7 +16,7 @@ import msgspec
 from headrace.environments.strict_format import THINKING_TAGS
 from headrace.errors import BadInput
 from headrace.inference.schema import StructuredOutputs
-from headrace.rollout.fingerprint import fingerprint
+from headrace.rollout.digest import fingerprint
 from headrace.rollout.types import Message, Rollout, Task
 from headrace.text.messages import Reply as Reply
 from headrace.text.messages import ToolCall as ToolCall

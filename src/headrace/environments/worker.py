@@ -70,7 +70,12 @@ class Worker:
 
     async def _serve(self, call: Call) -> list[Rollout] | list[Scores] | None:
         if call.method == "load":
-            await self._load(*_load_arguments.decode(call.arguments))
+            schema, identifier, args, module_path = _load_arguments.decode(call.arguments)
+            sys.path[:] = module_path
+            if schema != SCHEMA:
+                raise RuntimeError(f"the pool uses schema {schema}, this worker {SCHEMA}: restart the run")
+            self._environment = load_environment(identifier, args)
+            await self._environment.start()
             return None
         assert self._environment is not None, "the pool sends jobs once it is loaded"
         if call.method == "run":
@@ -84,13 +89,6 @@ class Worker:
         if call.method == "run":
             return rollouts
         return [Scores(rollout.rewards, rollout.metrics, rollout.error) for rollout in rollouts]
-
-    async def _load(self, schema: int, identifier: str, args: dict[str, Any], module_path: list[str]) -> None:
-        sys.path[:] = module_path
-        if schema != SCHEMA:
-            raise RuntimeError(f"the pool uses schema {schema}, this worker {SCHEMA}: restart the run")
-        self._environment = load_environment(identifier, args)
-        await self._environment.start()
 
 
 class WorkerContext:

@@ -31,8 +31,7 @@ from headrace.environments.data.tables import DataNotHere
 from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, read_shape
-from headrace.inference.model_support import embedded_obstacle, training_obstacle
+from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, embedded_obstacle, read_shape, training_obstacle
 from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file

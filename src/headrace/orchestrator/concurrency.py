@@ -72,7 +72,11 @@ class Concurrency:
         before, self._preemptions = self._preemptions, {url: health.preemptions for url, health in engines.items()}
         # The count of an engine that is new or was restarted begins with this report.
         preempted = sum(max(0, count - before.get(url, count)) for url, count in self._preemptions.items())
-        self._follow_capacity(sum(health.capacity for health in engines.values()))
+        responding = sum(health.capacity for health in engines.values())
+        if responding and responding != self._capacity:
+            self.limit = max(self._least, round(self.limit * responding / self._capacity))
+            self._age_limit *= max(1.0, responding / self._capacity)  # faster engines make younger rollouts
+            self._capacity = responding
         active = [health for health in engines.values() if not (health.paused or health.waits_for_trainer)]
         capacity = sum(health.capacity for health in active)
         if not capacity:
@@ -102,13 +106,6 @@ class Concurrency:
             self._logged = self.limit
         return self.limit
 
-    def _follow_capacity(self, capacity: int) -> None:
-        """Scale the limit with the engines that respond, if any do."""
-        if capacity and capacity != self._capacity:
-            self.limit = max(self._least, round(self.limit * capacity / self._capacity))
-            self._age_limit *= max(1.0, capacity / self._capacity)  # faster engines make younger rollouts
-            self._capacity = capacity
-
     def record_batch(self, trained: int, outdated: int, in_flight: int) -> int:
         """Return the limit after a batch of `trained` rollouts, since the last of which `outdated` were too old.
 
@@ -126,3 +123,34 @@ class Concurrency:
                 self._age_limit *= 1 + AGE_GROWTH
             self._batches = self._outdated = self._trained = 0
         return self.limit
+
+
+TAIL_SHARE = 0.5
+"""Share of the slots below which the wait for a batch is its tail."""
+
+
+class Occupancy:
+    """Use of the engines' slots by episodes since the last step; `slots` of all engines may change at any time.
+
+    An engine runs up to `capacity` requests at once: its slots. An episode in flight takes one, also while it runs a
+    tool. Decoding costs about the same for few requests as for many, so time with few of them is mostly lost.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._seconds = self._used_seconds = self._tail_seconds = 0.0
+
+    def advance(self, seconds: float, in_flight: int, *, awaits_rollouts: bool) -> None:
+        """Count time with `in_flight` episodes. `awaits_rollouts`: whether a batch waits for them."""
+        share = min(1.0, in_flight / self.slots)
+        self._seconds += seconds
+        self._used_seconds += seconds * share
+        if awaits_rollouts and share < TAIL_SHARE:
+            self._tail_seconds += seconds
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the step that ends now."""
+        used = self._used_seconds / self._seconds if self._seconds else 0.0
+        metrics = {"perf/slots_used": used, "time/tail": self._tail_seconds}
+        self._seconds = self._used_seconds = self._tail_seconds = 0.0
+        return metrics

@@ -15,11 +15,10 @@ import msgspec
 
 from headrace.errors import Failure
 from headrace.orchestrator import signals
-from headrace.orchestrator.concurrency import Concurrency
+from headrace.orchestrator.concurrency import Concurrency, Occupancy
 from headrace.orchestrator.empty_batches import EmptyBatches
 from headrace.orchestrator.evaluation import EvalSource, EvalTracker
 from headrace.orchestrator.journal_buffer import JournalBuffer
-from headrace.orchestrator.occupancy import Occupancy
 from headrace.orchestrator.scheduler import CompleteGroup, EpisodeScheduler
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.orchestrator.source import TrainSource, lesson_of

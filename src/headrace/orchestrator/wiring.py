@@ -9,7 +9,6 @@ import msgspec
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm
-from headrace.config.model import LatentsConfig
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
@@ -30,7 +29,7 @@ from headrace.orchestrator.sampler import FrozenSampler, Sampler
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.rollout.fingerprint import BY_POSITION, fingerprint
+from headrace.rollout.digest import BY_POSITION, fingerprint
 from headrace.rollout.types import Task
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
@@ -87,9 +86,10 @@ def wire(
     processing = _train_processing(config, algorithms, by_kind[Kind.TRAIN], policy.tokenizer.vocab_size)
     eval_processing = EvalProcessing(by_kind[Kind.EVAL], {env.name: env.timeout for env in config.eval.env})
     settings, concurrency = _settings(config, environments, policy, frozenset(sources))
+    train_entries = [train_tasks(config, env, environments[Kind.TRAIN, env.name][2]) for env in config.train.env]
     pipeline = Pipeline(
         settings,
-        _train_source(config, environments, journal),
+        TrainSource(train_entries, config.seed, journal.drawn_per_env(), journal.open_draws()),
         _eval_source(config, environments, run),
         JournalBuffer(journal.totals(), journal.clock(), journal.next_credit(), now),
         policy.watcher.version,
@@ -207,11 +207,6 @@ def _settings(
     return settings, concurrency
 
 
-def _train_source(config: OrchestratorConfig, environments: Environments, journal: Journal) -> TrainSource:
-    entries = [train_tasks(config, env, environments[Kind.TRAIN, env.name][2]) for env in config.train.env]
-    return TrainSource(entries, config.seed, journal.drawn_per_env(), journal.open_draws())
-
-
 def train_tasks(config: OrchestratorConfig, env: TrainEnvConfig, tasks: Sequence[Task]) -> TrainTasks:
     """Return how the tasks of a training environment are drawn, by a new sampler."""
     chosen = config.curriculum_of(env).sampler
@@ -264,7 +259,9 @@ def _sampler(
     }
     if source is not None:
         return FrozenSampler(source, policy.renderer, policy.tokenizer, config.seq_len, **options)
-    latents = _latents(config.model.latents, kind)
+    latents = config.model.latents
+    if latents is not None and kind is Kind.EVAL and latents.type == "soft":
+        latents = None  # models that are trained with soft thoughts are used without them
     # Engines score completions as plain tokens, which would not be comparable.
     is_observed = kind is Kind.TRAIN and latents is None
     return Sampler(
@@ -276,16 +273,9 @@ def _sampler(
         cache_salt=lambda: str(policy.watcher.version),
         observe=drift.observe if is_observed else None,
         trains=kind is Kind.TRAIN,
-        latents=latents,
+        latents=None if latents is None else LatentParams(**latents.request),
         routed_experts=config.routed_experts and kind is Kind.TRAIN,
     )
-
-
-def _latents(config: LatentsConfig | None, kind: Kind) -> LatentParams | None:
-    """Return how episodes think in latent space. Models that are trained with soft thoughts are used without them."""
-    if config is None or (kind is Kind.EVAL and config.type == "soft"):
-        return None
-    return LatentParams(**config.request)
 
 
 def startup_lines(config: OrchestratorConfig, tasks: Mapping[tuple[Kind, str], int]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Digests of files and documents: they detect damage, not manipulation.
+"""Digests of files, documents and a run's data: they detect damage, not manipulation.
 
 Files have xxh3-128, which is about as fast as memory. JSON documents are sealed with a digest of themselves by the
 standard library, because vLLM's workers, whose environment has no xxhash, read some of them.
+A run keeps positions into its data, not the data: a fingerprint shows on resume that they refer to other examples.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -53,3 +55,37 @@ def is_whole(content: bytes) -> bool | None:
 
 def _seal_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).hexdigest().encode()
+
+
+BY_POSITION = (
+    "Examples are drawn by position as before, so one pass may repeat some examples and skip others. To avoid this, "
+    "restore the old data, or start a run with the new data in another output_dir"
+)
+"""The consequence of changed data for a resumed run."""
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    examples: int
+    digest: str
+
+    def change_to(self, now: Fingerprint) -> str | None:
+        """Return a description of how `now` differs; None if it is equal."""
+        if now == self:
+            return None
+        if now.examples == self.examples:
+            return f"still {now.examples:,} examples, but different ones or in another order"
+        return f"{self.examples:,} examples before, {now.examples:,} now"
+
+
+def fingerprint(examples: Iterable[Any]) -> Fingerprint:
+    count, digest = 0, hashlib.blake2b(digest_size=16)
+    for example in examples:
+        try:
+            content = _encode(example)
+        except (TypeError, ValueError):  # not JSON, or an unpaired surrogate
+            content = repr(example).encode(errors="backslashreplace")
+        digest.update(content + b"\n")
+        count += 1
+    return Fingerprint(count, digest.hexdigest())

@@ -151,14 +151,10 @@ def _split_reasoning(message: Message) -> tuple[Message, str]:
     """Return the message without its reasoning, and the reasoning, which some servers leave in the content."""
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}
     reasoning, content = str(message.get("reasoning_content") or ""), str(message.get("content") or "")
-    if not reasoning and _has_reasoning(content):
+    if not reasoning and (THINK_END in content or content.startswith(THINK_START)):
         reasoning, _, content = content.removeprefix(THINK_START).partition(THINK_END)
         content = content.lstrip("\n")
     return {**rest, "content": content}, reasoning.strip("\n")
-
-
-def _has_reasoning(content: str) -> bool:
-    return THINK_END in content or content.startswith(THINK_START)
 
 
 CALL_ID_FORMATS: tuple[Callable[[int, str], str], ...] = (

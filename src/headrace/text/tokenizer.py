@@ -56,7 +56,10 @@ class Tokenizer:
         settings = read_settings(config_file) if config_file.is_file() else {}
         self.chat_template = _chat_template(root, settings)
         names = ("eos_token", "bos_token", "unk_token", "pad_token")
-        self.eos_token, self.bos_token, self.unk_token, self.pad_token = (_token_text(settings.get(n)) for n in names)
+        tokens = map(settings.get, names)  # each a text, or a record with `content`
+        self.eos_token, self.bos_token, self.unk_token, self.pad_token = (
+            token.get("content") if isinstance(token, dict) else token for token in tokens
+        )
         self.eos_token_id, self.bos_token_id, self.unk_token_id = (
             None if token is None else self.backend.token_to_id(token)
             for token in (self.eos_token, self.bos_token, self.unk_token)
@@ -194,11 +197,6 @@ def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:
     if isinstance(template, list):  # several named templates
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return template
-
-
-def _token_text(token: Any) -> str | None:
-    """Return a special token's text, which may be a record with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _keeps_every_character(backend: tokenizers.Tokenizer) -> bool:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from headrace.errors import BadInput, Repaired
 from headrace.machine import free_memory
-from headrace.rollout.digest import seal
-from headrace.rollout.fingerprint import Fingerprint
+from headrace.rollout.digest import Fingerprint, seal
 from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS, fits_host
 from headrace.trainer.ranks import Ranks
@@ -149,7 +148,7 @@ class Checkpoints:
         move(draft, final)
         sync(self.directory)
         for old in complete(self.directory)[: -self.keep_last]:
-            _invalidate(old)
+            (old / MARKER).unlink()  # before the rest: a partly deleted checkpoint is incomplete
             self._deletions.append(self._cleaner.submit(shutil.rmtree, old))  # of a large file it takes seconds
 
 
@@ -259,8 +258,3 @@ def set_aside(damage: DamagedFile, checkpoint: Path, checkpoints: Path, ranks: R
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _invalidate(checkpoint: Path) -> None:
-    """Delete the marker, before the rest, so that a partly deleted checkpoint is incomplete."""
-    (checkpoint / MARKER).unlink()

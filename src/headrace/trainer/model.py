@@ -33,8 +33,7 @@ from headrace.inference.latents import (
     noise_scale,
     write_gates,
 )
-from headrace.inference.model_shape import check_weights, feed_forward_sizes
-from headrace.inference.model_support import training_obstacle
+from headrace.inference.model_shape import check_weights, feed_forward_sizes, training_obstacle
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import LatentParams
 from headrace.rollout.packing import Cost, cost_of_model
@@ -438,7 +437,8 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
     """Return the module on the CPU, without dropout, with the directory's tensors or uninitialized."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    _refuse_unsupported(config, directory)
+    if (obstacle := training_obstacle(config.to_dict())) is not None:
+        raise UnsupportedModel(obstacle, key="model.name", value=directory)
     if load:
         check_weights(directory)
         module, report = AutoModelForCausalLM.from_pretrained(
@@ -460,8 +460,3 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
 def _use_packed_code(module: Any) -> None:
     module.set_attn_implementation(PACKED)
     module.set_experts_implementation(GROUPED)
-
-
-def _refuse_unsupported(config: Any, directory: Path) -> None:
-    if (obstacle := training_obstacle(config.to_dict())) is not None:
-        raise UnsupportedModel(obstacle, key="model.name", value=directory)

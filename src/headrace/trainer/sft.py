@@ -20,7 +20,7 @@ from headrace.errors import DataError
 from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
-from headrace.rollout.fingerprint import BY_POSITION
+from headrace.rollout.digest import BY_POSITION
 from headrace.rollout.types import Sample
 from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
 from headrace.text.tokenizer import Tokenizer

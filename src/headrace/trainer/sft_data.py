@@ -31,7 +31,7 @@ from headrace.environments.data.tables import (
 )
 from headrace.environments.registry import load_environment
 from headrace.errors import DataError
-from headrace.rollout.fingerprint import fingerprint
+from headrace.rollout.digest import fingerprint
 from headrace.rollout.types import Sample
 from headrace.text.preference import pair_columns, parse_pair
 from headrace.text.sft_conversation import Place, SftConversation, parse_row, row_columns

@@ -81,7 +81,10 @@ class Epoch:
     def renew(self, *, released: bool = False) -> None:
         self._lease.counter += 1
         self._lease.released = released
-        _write_lease(self._directory, self.number, self._lease)
+        path = self._directory / f"{self.number}.json"
+        draft = temporary(path)
+        draft.write_bytes(seal(self._lease))  # not fsynced: after a power loss its holder is gone
+        os.replace(draft, path)
 
     def release(self) -> None:
         """End the lease, so that a successor need not wait for it to expire."""
@@ -213,14 +216,6 @@ def _create_lease(directory: Path, number: int, lease: Lease) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_lease(directory: Path, number: int, lease: Lease) -> None:
-    """Replace a lease. Not fsynced: after a power loss its holder is gone."""
-    path = directory / f"{number}.json"
-    draft = temporary(path)
-    draft.write_bytes(seal(lease))
-    os.replace(draft, path)
 
 
 def _exit(message: str) -> NoReturn:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import BadInput
-from headrace.rollout.fingerprint import Fingerprint
+from headrace.rollout.digest import Fingerprint
 from headrace.transport.files import draft_of, move, sync
 from headrace.transport.journal_entries import (
     GROUP_FAILED,
@@ -43,7 +43,6 @@ from headrace.transport.journal_files import (
     copy_journal,
     delete_journal,
     is_shared_between_hosts,
-    journal_of,
     journals,
 )
 from headrace.transport.journal_schema import (
@@ -431,7 +430,7 @@ def take_over(root: Path, epoch: int) -> Journal:
 
     The caller holds the epoch, so that the batches in the copy are all that older epochs can ever announce.
     """
-    older, target = journals(root), journal_of(root, epoch)
+    older, target = journals(root), root / f"journal-{epoch}.sqlite"
     draft = draft_of(target)
     with TemporaryDirectory(prefix="headrace-journal-") as local:  # where SQLite has locks
         path = Path(local) / target.name

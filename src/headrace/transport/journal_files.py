@@ -38,10 +38,6 @@ def newest_journal(root: Path) -> Path:
     return max(journals(root).items(), default=(0, root / FIRST_JOURNAL))[1]
 
 
-def journal_of(root: Path, epoch: int) -> Path:
-    return root / f"journal-{epoch}.sqlite"
-
-
 def delete_journal(path: Path) -> None:
     for end in ("", "-wal", "-shm", "-journal"):
         path.with_name(f"{path.name}{end}").unlink(missing_ok=True)

@@ -99,21 +99,15 @@ class Proxy:
 
     async def _chat(self, http: HttpRequest) -> Response:
         episode = self._episode(http)
-        request = await self._request(http)
-        self._warn_of_ignored(request)
+        async with read_body(http, MAX_BODY_BYTES, self._large) as content:
+            request = decode_body(content, ChatRequest)
+        if new := [name for name in ignored_settings(request) if name not in self._reported]:
+            self._reported.update(new)
+            log.warning("an agent sets %s: ignored, since the run decides how the policy is sampled", ", ".join(new))
         choices = await unless_gone(http.receive, episode.reply(request))
         if request.stream:
             return Response(response_events(request, choices, self.model), media_type="text/event-stream")
         return reply(response_body(request, choices, self.model))
-
-    async def _request(self, http: HttpRequest) -> ChatRequest:
-        async with read_body(http, MAX_BODY_BYTES, self._large) as content:
-            return decode_body(content, ChatRequest)
-
-    def _warn_of_ignored(self, request: ChatRequest) -> None:
-        if new := [name for name in ignored_settings(request) if name not in self._reported]:
-            self._reported.update(new)
-            log.warning("an agent sets %s: ignored, since the run decides how the policy is sampled", ", ".join(new))
 
     async def _models(self, http: HttpRequest) -> Response:
         self._episode(http)

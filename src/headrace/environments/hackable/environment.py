@@ -19,7 +19,7 @@ from headrace.environments.rewards.registry import REWARDS, build_rewards, optio
 from headrace.environments.rewards.strict_rewards import length_in, thinking_lengths, words_in
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.environments.strict_format import format_of
-from headrace.rollout.fingerprint import fingerprint
+from headrace.rollout.digest import fingerprint
 from headrace.rollout.types import Message, Rollout, Task
 
 REWARD = "objective"

@@ -90,11 +90,6 @@ def in_order(provider: Plugin) -> Plugin:
     return provider
 
 
-def is_in_order(name: str) -> bool:
-    """Return whether a provider declares that its order matters."""
-    return bool(getattr(DATA_PROVIDERS.find(name), "in_order", False))
-
-
 class DataProvider:
     """The samples of a provider, the same ones at each iteration."""
 

@@ -105,7 +105,10 @@ class KuhnPoker(Environment):
         else:
             chats[seat] = Chat(context, self._question(card, history), agent=f"player_{seat}")
         reply = await chats[seat].reply()
-        return None if reply is None or reply.truncated else self._read(reply.text, history)
+        if reply is None or reply.truncated:
+            return None
+        named = reply.text.strip() if self.terse else (tagged(reply.text, "action") or "").strip().lower()
+        return next((action for action, name in self._names(history).items() if name == named), None)
 
     def _opponent_action(self, task: Task, information_set: str) -> str:
         assert self.fixed_player is not None
@@ -161,11 +164,6 @@ class KuhnPoker(Environment):
             return history[-1:]
         done = f"Your opponent {'bets' if history[-1] == BET else 'checks'}." if history else "You begin."
         return f"{done} Write {self.write(PASS, history)}, or {self.write(BET, history)} for one more chip."
-
-    def _read(self, text: str, history: str) -> str | None:
-        """Return the action that a reply names; None if it is not exactly one."""
-        named = text.strip() if self.terse else (tagged(text, "action") or "").strip().lower()
-        return next((action for action, name in self._names(history).items() if name == named), None)
 
     def _names(self, history: str) -> dict[str, str]:
         """Return the names of passing and betting after this history."""

@@ -28,8 +28,7 @@ from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
 from headrace.inference.latents import add_gates
-from headrace.inference.model_shape import check_weights
-from headrace.inference.model_support import embedded_obstacle
+from headrace.inference.model_shape import check_weights, embedded_obstacle
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.weights import GATES_FILE

@@ -337,12 +337,12 @@ class _Translation:
         return section
 
     def _train_env(self, args: dict[str, Any]) -> Tree:
-        from headrace.environments.hackable.registry import is_in_order
+        from headrace.environments.hackable.registry import DATA_PROVIDERS
 
         section = table_at(self._explicit, "orchestrator")
         env: Tree = {"id": ENVIRONMENT, "name": _last_part(args.get("provider", "")), "args": args}
         sampler = table_at(section, "train", "curriculum").get("sampler")
-        if not self.problems and sampler is None and is_in_order(args["provider"]):
+        if not self.problems and sampler is None and getattr(DATA_PROVIDERS.find(args["provider"]), "in_order", False):
             env["curriculum"] = {"sampler": {"type": "in_order"}}
         if self.given.data.ratio is not None:
             env["ratio"] = self.given.data.ratio

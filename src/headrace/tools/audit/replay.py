@@ -13,7 +13,7 @@ from headrace.orchestrator.audit import find_state_violations
 from headrace.orchestrator.crediting import frozen_model
 from headrace.orchestrator.source import MAX_FAILED_EPISODES, TrainTasks, choose_environment
 from headrace.orchestrator.wiring import settings_digest, train_tasks
-from headrace.rollout.fingerprint import fingerprint
+from headrace.rollout.digest import fingerprint
 from headrace.rollout.types import Task
 from headrace.tools.audit.report import Report, shortened
 from headrace.tools.rescore.options import check_rescorable

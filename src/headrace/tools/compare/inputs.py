@@ -42,10 +42,6 @@ def settings_of(tree: Mapping[str, Any]) -> Settings:
     return {key: value for key, value in leaves(tree).items() if key not in ignored and not key.startswith(inside)}
 
 
-def _inside(key: str, section: str) -> bool:
-    return key == section or key.startswith(f"{section}.")
-
-
 def differences(runs: Sequence[Settings]) -> dict[str, list[Any]]:
     """Return the keys in which any two runs differ, with the value of every run; None if it is not set.
 
@@ -55,7 +51,7 @@ def differences(runs: Sequence[Settings]) -> dict[str, list[Any]]:
     def source(key: str) -> str:
         if ENVIRONMENT_SEED.fullmatch(key):
             return "seed"
-        copied = next((copy for copy in COPIES if _inside(key, copy)), None)
+        copied = next((copy for copy in COPIES if f"{key}.".startswith(f"{copy}.")), None)
         return "" if copied is None else COPIES[copied] + key.removeprefix(copied)
 
     keys = dict.fromkeys(key for run in runs for key in run)

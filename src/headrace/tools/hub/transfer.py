@@ -91,7 +91,8 @@ def plan_push(
             if any("/" not in path if prefix == ROOT else path.startswith(prefix) for prefix in contents.complete)
         }
     deleted = sorted(gone)
-    card = _new_card(contents, there, manifest)
+    edited = manifest is not None and CARD in there and there[CARD].git != manifest.card
+    card = None if contents.card is None or edited else contents.card.encode()
     name = contents.name if contents.complete or manifest is None else manifest.name
     card_hash = git_hash_of(card) if card is not None else manifest.card if manifest is not None else ""
     listed = sorted({*owned, *contents.files} - set(deleted))
@@ -100,13 +101,6 @@ def plan_push(
     files |= contents.files | ({} if card is None else {CARD: card})
     uploads = {path: content for path, content in files.items() if not (path in there and there[path].fits(content))}
     return PushPlan(uploads, deleted, len(files) - len(uploads), card_kept=card is None and contents.card is not None)
-
-
-def _new_card(contents: Contents, there: dict[str, Checksum], manifest: Manifest | None) -> bytes | None:
-    """Return the card to upload; None if the contents have their own, or the one on the hub was edited."""
-    if contents.card is None or (manifest is not None and CARD in there and there[CARD].git != manifest.card):
-        return None
-    return contents.card.encode()
 
 
 def _check_owner(contents: Contents, there: dict[str, Checksum], manifest: Manifest | None, repo: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace.inference.model_support import LATENT_KEYS
+from headrace.inference.model_shape import LATENT_KEYS
 
 LINEAR = "linear_attention"
 """What the embedded engine names when it refuses a model."""

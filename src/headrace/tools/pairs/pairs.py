@@ -13,6 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from headrace.config.orchestrator import EnvConfig
+from headrace.environments.base import Environment, tasks_of
+from headrace.environments.registry import load_environment
+from headrace.launch.prompt_lengths import NoModelCall, first_tools
 from headrace.text.preference import common_prompt
 from headrace.transport.rollout_files import RolloutFiles
 
@@ -98,3 +102,31 @@ def is_held_out(row: Row, share: float) -> bool:
     """Return whether a pair is of a held-out task."""
     digest = hashlib.blake2b(f"{row['env']}/{row['task_key']}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) < share * 2**64
+
+
+def add_tools(rows: Sequence[Row], environments: Sequence[EnvConfig]) -> Iterator[str]:
+    """Add `tools` to the pairs of tasks that have any; yield notices about environments that do not show theirs.
+
+    Rollouts do not keep tools, so the environments are asked again.
+    """
+    for entry in environments:
+        own = [row for row in rows if row["env"] == entry.name]
+        keys = {row["task_key"] for row in own}
+        try:
+            environment = load_environment(entry.id, entry.args)
+            if type(environment).start is not Environment.start:
+                raise NoModelCall("its episodes may need start()")
+            tasks = [task for task in tasks_of(environment, entry.name) if task.key in keys]
+            tools = first_tools(environment, tasks)
+        except NoModelCall as error:
+            if any(_calls_tools(row) for row in own):
+                yield f"pairs of {entry.name} have no tools: {error}"
+            continue
+        for row in own:
+            if found := tools.get(row["task_key"]):
+                row["tools"] = found
+
+
+def _calls_tools(row: Row) -> bool:
+    messages = [*row["prompt"], *row["chosen"], *row["rejected"]]
+    return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)

@@ -50,10 +50,6 @@ class Manifest(msgspec.Struct):
     schema: int = SCHEMA
 
 
-def is_bundle(path: Path) -> bool:
-    return path.is_file() and tarfile.is_tarfile(path)
-
-
 def write_bundle(target: Path, packed: RunDir, config: RunConfig, manifest: Manifest) -> None:
     """Write the files of `packed`, a directory with the parts of a run, and the base model if the trainer needs it."""
     files = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from headrace.rollout.batch import Batch, encode_batch
 from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
-from headrace.tools.replay.bundle import Manifest, is_bundle, unpack, write_bundle
+from headrace.tools.replay.bundle import Manifest, unpack, write_bundle
 from headrace.tools.replay.comparison import compare_metrics, compare_tokens
 from headrace.tools.replay.report import Report, dissect
 from headrace.tools.replay.source import ReplaySource, open_run, with_overrides
@@ -59,7 +60,7 @@ def replay_step(
     beside = None if bundle is None else bundle.absolute().parent  # a bundle may not fit into /tmp
     with TemporaryDirectory(prefix=".headrace-replay-", dir=beside) as scratch:
         manifest, folder = None, path
-        if is_bundle(path):
+        if path.is_file() and tarfile.is_tarfile(path):
             progress(f"unpacking {path.name}")
             folder = Path(scratch, "unpacked")
             manifest = unpack(path, folder)

@@ -135,7 +135,9 @@ def dissect(traced: TracedStep, top: int, text_of: Callable[[int], str]) -> Anat
     """Return the anatomy of a step with its `top` rollouts; `text_of` decodes a token."""
     tokens, norms = traced.tokens, traced.gradient_norms
     found = components(tokens, traced.counts, [each.losses for each in traced.micro_batches])
-    bad = {name: _not_finite(tokens[name]) for name in (*INPUTS, *OUTPUTS)}
+    bad: dict[str, np.ndarray] = {
+        name: pc.fill_null(pc.invert(pc.is_finite(tokens[name])), False).to_numpy() for name in (*INPUTS, *OUTPUTS)
+    }
     bad_rows = np.flatnonzero(np.logical_or.reduce(list(bad.values())))
     largest = sorted(norms, key=lambda name: -math.inf if math.isnan(norms[name]) else -norms[name])
     return Anatomy(
@@ -201,11 +203,6 @@ def why_zero(tokens: pa.Table, found: list[Component], grad_norm: float) -> str:
     if all(each.masked == each.tokens for each in found):
         return "the loss masks every token"
     return "the loss does not depend on the logprobs of the trained tokens, or their terms cancel"
-
-
-def _not_finite(column: pa.ChunkedArray) -> np.ndarray:
-    flags: np.ndarray = pc.fill_null(pc.invert(pc.is_finite(column)), False).to_numpy()
-    return flags
 
 
 def _mean(values: np.ndarray) -> float:

@@ -41,11 +41,7 @@ def prepare() -> None:
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every episode
     for field in verifiers("graph").MessageNode.model_fields.values():
         if field.default_factory is list:  # pydantic inspects its signature for every message: half of the cost
-            field.default_factory = _empty_list
-
-
-def _empty_list() -> list[Any]:
-    return []
+            field.default_factory = lambda: []
 
 
 def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:

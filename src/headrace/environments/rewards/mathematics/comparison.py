@@ -75,9 +75,11 @@ class Numbers:
             return True
         if (choice := _CHOICE.fullmatch(answer.latex)) and len(gold.latex) == 1 and number_of(choice[2]):
             return gold.latex == choice[1]
-        digits = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
-        if digits[0] and digits[1] and "_" in gold.latex + answer.latex and gold.unit == answer.unit:
-            return _same_in_base(digits[0], digits[1])
+        first, second = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
+        if first and second and "_" in gold.latex + answer.latex and gold.unit == answer.unit:
+            base = first[3] or "10"  # which an answer may leave out: the question states it
+            same_base = base == (second[3] or base)
+            return same_base and first[1] + first[2].lstrip("0") == second[1] + second[2].lstrip("0")
         plain = [len(gold.latex) == 1 or number is not None, len(answer.latex) == 1 or other is not None]
         return False if all(plain) else None
 
@@ -107,12 +109,6 @@ def _readings(gold: Number, answer: Number, unit: str, answer_unit: str) -> list
     if abs(gold.value) == 1:
         return []
     return [(gold, answer.times(PERCENT) if abs(gold.value) < 1 else answer)]
-
-
-def _same_in_base(gold: re.Match[str], answer: re.Match[str]) -> bool:
-    """Compare digits in the same base, which an answer may leave out: the question states it."""
-    base, answer_base = gold[3] or "10", answer[3] or gold[3] or "10"
-    return base == answer_base and gold[1] + gold[2].lstrip("0") == answer[1] + answer[2].lstrip("0")
 
 
 def _same_relations(gold: Relation, answer: Relation, judge: Numbers) -> bool | None:

@@ -142,7 +142,8 @@ class _Reader:
         if token in vocabulary.IN_WORDS:
             return self._argument(words=True)
         if token in "^_":
-            return self._script(token)
+            inner = self._argument(opening="(" if token == "^" else "", whole_numbers=True)
+            return [r"\degree"] if inner in ([r"\circ"], [r"\degree"]) else [token, "{", *inner, "}"]
         if token in vocabulary.NAMED:
             return self._name(token)
         if token in vocabulary.ARGUMENTS:
@@ -171,10 +172,6 @@ class _Reader:
             self._raw[-1:] = [rest] if rest else []
             return [first]
         return self._next(words)
-
-    def _script(self, sign: str) -> Tokens:
-        inner = self._argument(opening="(" if sign == "^" else "", whole_numbers=True)
-        return [r"\degree"] if inner in ([r"\circ"], [r"\degree"]) else [sign, "{", *inner, "}"]
 
     def _root(self, command: str) -> Tokens:
         while self._raw and self._raw[-1].isspace():
