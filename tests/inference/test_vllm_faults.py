@@ -139,3 +139,14 @@ async def test_a_version_that_never_comes_is_given_up_and_blocks_no_pause(tmp_pa
         with pytest.raises(WeightsUnreachable, match=str(path)):
             await asyncio.wait_for(update, 30)
         assert served.backend.state().version == Version(0, 0)
+
+
+async def test_an_adapter_is_loaded_while_a_version_never_comes(tmp_path: Path) -> None:
+    async with serving(tmp_path, adapters=True, FETCHES="0") as served:
+        update = asyncio.create_task(served.backend.update_weights(publish(tmp_path, V1), V1))
+        await until(lambda: served.asked("has_published"))
+        await asyncio.wait_for(served.backend.load_adapter("named", publish_adapter(tmp_path / "named", V1)), 60)
+        assert served.backend.state().adapters == ["named"]
+        await asyncio.wait_for(served.backend.unload_adapter("named"), 60)
+        assert not update.done()
+        update.cancel()

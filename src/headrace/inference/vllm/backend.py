@@ -90,7 +90,9 @@ class VllmBackend:
         self._numbers = itertools.count()
         self._permits = asyncio.Semaphore(self._capacity + SPARE_REQUESTS)
         self._updating = asyncio.Lock()
-        """Held while weights or an adapter are read, which may take long; it is taken before `_changing`."""
+        """Held while weights of the policy are read, which may take long; it is taken before `_changing`."""
+        self._loading = asyncio.Lock()
+        """Held while an adapter that requests name is read, or unloaded."""
         self._changing = asyncio.Lock()
         """Held while vLLM is paused or resumed."""
         self._settled = asyncio.Event()
@@ -316,11 +318,11 @@ class VllmBackend:
         self._preemptions.update(self._metrics.preemptions)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        async with self._updating:
+        async with self._loading:
             await self._adapters.load(name, directory)
 
     async def unload_adapter(self, name: str) -> None:
-        async with self._updating:
+        async with self._loading:
             await self._adapters.unload(name)
 
     async def failure(self) -> str:
