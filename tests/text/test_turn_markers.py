@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ import tokenizers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 from renderers import config_from_name, create_renderer
 from renderers.base import RenderedTokens, Renderer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -191,6 +193,36 @@ def test_no_text_changes_the_turns_of_a_template(name: str):
         text = form.tokenizer.decode(ids)
         for content in (system, user):
             assert content.strip() in text
+
+    check()
+
+
+@pytest.mark.skipif(
+    not Path(os.environ.get("TIKTOKEN_ENCODINGS_BASE", "/nowhere"), "o200k_base.tiktoken").is_file(),
+    reason="OpenAI's encoder needs its vocabulary, o200k_base.tiktoken in $TIKTOKEN_ENCODINGS_BASE",
+)
+def test_no_text_or_name_changes_the_turns_of_gpt_oss():
+    encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    renderer = make_renderer("", load("gpt-oss").tokenizer, "gpt-oss")
+    tokens = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "call", "return", "constrain")]
+    first_special = 199_998  # the size of the vocabulary
+
+    def special(messages: list[dict[str, Any]]) -> tuple[Counter[int], str]:
+        ids = renderer.render_ids(messages, add_generation_prompt=True)
+        return Counter(token for token in ids if token >= first_special), encoding.decode(ids)
+
+    expected, _ = special(HARMLESS)
+    assert len(expected) >= 5
+    texts = st.lists(st.sampled_from([*tokens, "<|endoftext|>", "<|", *WORDS]), min_size=1, max_size=6).map("".join)
+
+    @settings(SEARCH, max_examples=25)
+    @given(*[texts] * 4)
+    def check(system: str, user: str, result: str, name: str) -> None:
+        messages = conversation(system, user, result, user)
+        messages[2]["tool_calls"][0]["function"]["name"] = messages[3]["name"] = name
+        found, text = special(messages)
+        assert found == expected
+        assert all(content in text for content in (system, user, result))
 
     check()
 
