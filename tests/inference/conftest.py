@@ -11,6 +11,7 @@ import tokenizers
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from headrace.inference.weights.reading import READ_TIMEOUT_S
 from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import WeightStore
@@ -32,7 +33,8 @@ from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
 status = Status(run.status, "inference")
-serve(InferenceConfig(model={"name": sys.argv[2]}, max_running=8, max_model_len=128), status=status, run=run)
+http = {"admin_timeout": float(sys.argv[3])}
+serve(InferenceConfig(model={"name": sys.argv[2]}, max_running=8, max_model_len=128, http=http), status=status, run=run)
 status.close("done")
 """
 
@@ -104,9 +106,10 @@ def publish(tmp_path: Path) -> Callable[[PreTrainedModel, Version], Path]:
 class ServerProcess:
     """A server of the tiny model, in a process of its own."""
 
-    def __init__(self, root: Path, model_directory: Path) -> None:
+    def __init__(self, root: Path, model_directory: Path, admin_timeout: float = READ_TIMEOUT_S) -> None:
         self.run = RunDir(root)
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(root), str(model_directory)])
+        arguments = (str(root), str(model_directory), str(admin_timeout))
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
 
 
 @pytest.fixture(scope="session")

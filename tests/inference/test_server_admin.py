@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,11 +14,14 @@ import pytest
 import pytest_asyncio
 
 from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.client.errors import EngineCallError
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
+from tests.faults.injection import stopped
 from tests.inference.conftest import ServerProcess
 from tests.inference.serving import ADMIN_KEY, blocked, chat_of, connect, engine_of, served
+from tests.transport.network_mount import missing, mounted
 
 V1, V2 = Version(0, 1), Version(0, 2)
 START = 90.0
@@ -133,4 +137,35 @@ async def test_sigterm_ends_a_server_with_stuck_clients_and_a_stuck_update(
                 task.cancel()
     finally:
         process.kill()
+        await client.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+async def test_a_mount_whose_server_hangs_blocks_neither_admin_calls_nor_the_end(
+    model_directory: Path, model: Any, tmp_path: Path, publish: Publish
+) -> None:
+    server = ServerProcess(tmp_path / "run", model_directory, admin_timeout=3.0)
+    client = EngineClient(server.run.endpoints, retry_for=0)
+    good, folder = publish(model, V2), tmp_path / "folder"
+    shutil.copytree(publish(model, V1), folder / "v1")
+    try:
+        await client.wait_ready(START)
+        with mounted(folder, tmp_path / "mount") as mount_server, stopped(mount_server):
+            path = tmp_path / "mount" / "v1"
+            stuck = asyncio.create_task(client.update_weights(path, V1))
+            await client.pause()
+            await client.resume()
+            with pytest.raises(EngineCallError, match="admin_timeout"):
+                await stuck
+            await client.update_weights(good, V2)
+            await client.generate([5], SamplingParams(max_tokens=100, ignore_eos=True))
+            stuck = asyncio.create_task(client.update_weights(path, V1))
+            await asyncio.sleep(1)  # until it reads
+            server.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.process.wait, 60) == 0
+            stuck.cancel()
+    finally:
+        server.process.kill()
         await client.close()

@@ -36,7 +36,8 @@ def missing() -> str | None:
 
 
 @contextmanager
-def mounted(folder: Path, point: Path) -> Iterator[None]:
+def mounted(folder: Path, point: Path) -> Iterator[int]:
+    """Yield the process id of the file system's server."""
     folder.mkdir(parents=True, exist_ok=True)
     point.mkdir(parents=True)
     process = subprocess.Popen([sys.executable, __file__, str(folder), str(point)])
@@ -45,7 +46,7 @@ def mounted(folder: Path, point: Path) -> Iterator[None]:
         while not os.path.ismount(point):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
-        yield
+        yield process.pid
     finally:
         subprocess.run(["umount", "--lazy", str(point)], check=True)
         process.kill()
