@@ -6,6 +6,7 @@ as one that systemd has delegated. Elsewhere the limits are those of each proces
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+
+log = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
@@ -41,6 +44,24 @@ class Cgroup:
     def remove(self) -> None:
         with suppress(OSError):  # a process is still ending
             self.folder.rmdir()
+
+
+def make_cgroup(memory_mb: int, tasks: int) -> Cgroup | None:
+    """Return a new group; None where none can be made, so that only the limits of each process hold."""
+    parent = usable_parent()
+    if parent is None:
+        return None
+    try:
+        return Cgroup(parent, memory_mb, tasks)
+    except OSError as error:
+        _report(parent, error.strerror)
+        return None
+
+
+@cache
+def _report(parent: Path, problem: str) -> None:
+    """Log a problem once, not for every sandbox."""
+    log.warning("%s: no control group can be made in it: %s. Sandboxes have limits for each process", parent, problem)
 
 
 @cache

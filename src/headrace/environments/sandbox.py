@@ -27,7 +27,7 @@ from typing import Any
 
 import headrace
 from headrace.environments import sandbox_process
-from headrace.environments.cgroup import Cgroup, usable_parent
+from headrace.environments.cgroup import Cgroup, make_cgroup
 from headrace.environments.channel import Channel, Failed, Outcome
 from headrace.environments.child_process import (
     ONE_THREAD,
@@ -199,11 +199,8 @@ class _Process:
         libraries = [path for path in sys.path if Path(path).name in LIBRARIES and os.path.isdir(path)]
         files = {str(path): str(path) for path in (PACKAGE, *libraries, *map(_path_of, modules))}
         command = bubblewrap_command(command, files, user=self._limits["user"], disk_mb=limits["disk_mb"])
-        if (parent := usable_parent()) is not None:
-            memory_mb = limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB
-            self._group = Cgroup(parent, memory_mb, limits["processes"])
-            command = self._group.command(command)
-        return command
+        self._group = make_cgroup(limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB, limits["processes"])
+        return command if self._group is None else self._group.command(command)
 
     async def start(self) -> None:
         try:

@@ -71,7 +71,8 @@ NUMBERS = {
         },
     ),
 }
-"""By machine, the kernel's number of the architecture and those of the calls that the filter names."""
+"""By machine, the kernel's number of the architecture and those of the calls that the filter names, as Linux 6.1 has
+them in its headers."""
 
 
 def is_available() -> bool:

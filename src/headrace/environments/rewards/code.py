@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from headrace.environments.arguments import BadArgument
-from headrace.environments.cgroup import Cgroup, usable_parent
+from headrace.environments.cgroup import make_cgroup
 from headrace.environments.child_process import ONE_THREAD, adopt_orphans
 from headrace.environments.code_runner import end_descendants, remove_tree
 from headrace.environments.isolation import (
@@ -196,8 +196,8 @@ def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
     os.makedirs(folder, exist_ok=True)  # a solution may have removed it
     directory = tempfile.mkdtemp(dir=folder)
     most = len(job["tests"]) * MAX_ESCAPED * (job["max_output"] + READ_BYTES)
-    parent = usable_parent() if job["contained"] and not job["image"] else None
-    group = Cgroup(parent, job["memory_mb"] + 2 * job["disk_mb"] + OVERHEAD_MB, job["processes"]) if parent else None
+    memory_mb = job["memory_mb"] + 2 * job["disk_mb"] + OVERHEAD_MB
+    group = make_cgroup(memory_mb, job["processes"]) if job["contained"] and not job["image"] else None
     try:
         command, variables = _command(job, directory)
         runner = subprocess.Popen(
