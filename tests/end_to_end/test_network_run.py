@@ -18,6 +18,7 @@ from headrace.transport.epochs import LAUNCHER_VAR
 from headrace.transport.journal_files import HOSTS_VAR
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import REPOSITORY, finish, write_run_file
+from tests.transport import nfs
 from tests.transport.network_mount import CACHED_S, missing, mounted
 
 pytestmark = [
@@ -47,15 +48,22 @@ def on_host(mount: Path, place: Path, *arguments: object, env: Mapping[str, str]
         process.communicate()
 
 
-@pytest.mark.parametrize("announces", [False, True])
-def test_a_run_over_two_mounts_does_not_wait_for_their_caches(announces: bool, tmp_path: Path, tiny_model: Path):
+@pytest.mark.parametrize(("announces", "by_nfs"), [(False, False), (True, False), (True, True)])
+def test_a_run_over_two_mounts_does_not_wait_for_their_caches(
+    announces: bool, by_nfs: bool, tmp_path: Path, tiny_model: Path
+):
+    if by_nfs and (reason := nfs.missing()):
+        pytest.skip(reason)
     here, there, place = tmp_path / "here", tmp_path / "there", tmp_path / "run"
     place.mkdir()
     file = write_run_file(tmp_path, tiny_model)
     file.write_text(file.read_text().replace("max_steps = 3", "max_steps = 8"))
     with ExitStack() as stack:
-        stack.enter_context(mounted(tmp_path / "folder", here))
-        stack.enter_context(mounted(tmp_path / "folder", there))
+        source: Path | str = tmp_path / "folder"
+        if by_nfs:
+            source = stack.enter_context(nfs.exported(tmp_path / "folder", tmp_path / "server"))
+        for mount in (here, there):
+            stack.enter_context(mounted(source, mount))
         env: dict[str, str] = {}
         with on_host(here, place, "prepare", file, env={}) as process:
             code, output = finish(process)
@@ -75,6 +83,6 @@ def test_a_run_over_two_mounts_does_not_wait_for_their_caches(announces: bool, t
     records = [record for record in read_metrics(run.metrics) if "time/step" in record]
     steps = [record["time/step"] for record in records]
     waits = [record["time/wait_for_batch"] for record in records]
-    print(f"announcements {announces}: seconds per step {steps}, of it waiting for a batch {waits}")
+    print(f"announcements {announces}, NFS {by_nfs}: seconds per step {steps}, of it waiting for a batch {waits}")
     assert len(steps) == 8
     assert sum(steps[1:]) < CACHED_S  # a single wait for a cache takes longer

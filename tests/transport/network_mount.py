@@ -1,7 +1,8 @@
-"""A folder mounted through FUSE, like a network file system on one host: `python network_mount.py FOLDER MOUNT_POINT`.
+"""A folder mounted through FUSE, like a network file system on one host: `python network_mount.py SOURCE MOUNT_POINT`.
 
-Two mounts of the same folder are two hosts. Each remembers names, and that a name does not exist, for 30 s, and neither
-has locks, nor memory that processes share (files are opened for direct access).
+The source is a folder, or a folder of an NFS server by its URL. Two mounts of the same source are two hosts. Each
+remembers names, and that a name does not exist, for 30 s, and neither has locks, nor memory that processes share (files
+are opened for direct access).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.transport.nfs import NfsFiles
 
 CACHED_S = 30
 
@@ -36,11 +39,12 @@ def missing() -> str | None:
 
 
 @contextmanager
-def mounted(folder: Path, point: Path) -> Iterator[int]:
+def mounted(source: Path | str, point: Path) -> Iterator[int]:
     """Yield the process id of the file system's server."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(source, Path):
+        source.mkdir(parents=True, exist_ok=True)
     point.mkdir(parents=True)
-    process = subprocess.Popen([sys.executable, __file__, str(folder), str(point)])
+    process = subprocess.Popen([sys.executable, "-m", __spec__.name, str(source), str(point)])
     try:
         deadline = time.monotonic() + 20
         while not os.path.ismount(point):
@@ -53,85 +57,87 @@ def mounted(folder: Path, point: Path) -> Iterator[int]:
         process.wait()
 
 
-def _serve(folder: str, point: str) -> None:
+def _serve(source: str, point: str) -> None:
     import mfusepy
+
+    files, folder = (NfsFiles(source), "") if source.startswith("nfs://") else (os, source)
 
     class PassThrough(mfusepy.Operations):  # type: ignore[misc]
         use_ns = True
 
         def access(self, path: str, mode: int) -> int:
-            return 0 if os.access(folder + path, mode) else -errno.EACCES
+            return 0 if files.access(folder + path, mode) else -errno.EACCES
 
         def getattr(self, path: str, handle: Any = None) -> dict[str, Any]:
-            status = os.lstat(folder + path) if handle is None else os.fstat(handle.fh)
+            status = files.lstat(folder + path) if handle is None else files.fstat(handle.fh)
             found = {name: getattr(status, name) for name in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size")}
             times = {name: getattr(status, f"{name}_ns") for name in ("st_atime", "st_mtime", "st_ctime")}
             return {**found, **times}
 
         def readdir(self, path: str, handle: Any) -> list[str]:
-            return [".", "..", *os.listdir(folder + path)]
+            return [".", "..", *files.listdir(folder + path)]
 
         def open(self, path: str, handle: Any) -> int:
-            handle.fh = os.open(folder + path, handle.flags)
+            handle.fh = files.open(folder + path, handle.flags)
             handle.direct_io = 1
             return 0
 
         def create(self, path: str, mode: int, handle: Any) -> int:
-            handle.fh = os.open(folder + path, handle.flags | os.O_CREAT, mode)
+            handle.fh = files.open(folder + path, handle.flags | os.O_CREAT, mode)
             handle.direct_io = 1
             return 0
 
         def read(self, path: str, size: int, offset: int, handle: Any) -> bytes:
-            return os.pread(handle.fh, size, offset)
+            return files.pread(handle.fh, size, offset)
 
         def write(self, path: str, content: bytes, offset: int, handle: Any) -> int:
-            return os.pwrite(handle.fh, content, offset)
+            return files.pwrite(handle.fh, content, offset)
 
         def truncate(self, path: str, length: int, handle: Any = None) -> int:
-            os.truncate(folder + path if handle is None else handle.fh, length)
+            files.truncate(folder + path if handle is None else handle.fh, length)
             return 0
 
         def fsync(self, path: str, data_only: bool, handle: Any) -> int:
-            os.fsync(handle.fh)
+            files.fsync(handle.fh)
             return 0
 
         def fsyncdir(self, path: str, data_only: bool, handle: Any) -> int:
             return 0
 
         def release(self, path: str, handle: Any) -> int:
-            os.close(handle.fh)
+            files.close(handle.fh)
             return 0
 
         def rename(self, old: str, new: str) -> int:
-            os.rename(folder + old, folder + new)
+            files.rename(folder + old, folder + new)
             return 0
 
         def link(self, target: str, source: str) -> int:
-            os.link(folder + source, folder + target)
+            files.link(folder + source, folder + target)
             return 0
 
         def mkdir(self, path: str, mode: int) -> int:
-            os.mkdir(folder + path, mode)
+            files.mkdir(folder + path, mode)
             return 0
 
         def rmdir(self, path: str) -> int:
-            os.rmdir(folder + path)
+            files.rmdir(folder + path)
             return 0
 
         def unlink(self, path: str) -> int:
-            os.unlink(folder + path)
+            files.unlink(folder + path)
             return 0
 
         def chmod(self, path: str, mode: int) -> int:
-            os.chmod(folder + path, mode)
+            files.chmod(folder + path, mode)
             return 0
 
         def utimens(self, path: str, times: Any = None) -> int:
-            os.utime(folder + path, ns=times)
+            files.utime(folder + path, ns=times)
             return 0
 
         def statfs(self, path: str) -> dict[str, Any]:
-            status = os.statvfs(folder + path)
+            status = files.statvfs(folder + path)
             return {name: getattr(status, name) for name in ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_frsize")}
 
         def flock(self, path: str, handle: Any, operation: int) -> int:
@@ -145,6 +151,7 @@ def _serve(folder: str, point: str) -> None:
         point,
         raw_fi=True,
         foreground=True,
+        nothreads=isinstance(files, NfsFiles),
         entry_timeout=CACHED_S,
         negative_timeout=CACHED_S,
         attr_timeout=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -18,15 +18,24 @@ from headrace.transport.journal import Journal, take_over
 from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals
 from headrace.transport.journal_files import network_file_system
 from headrace.transport.run_dir import RunDir
+from headrace.transport.shared_directory import PREFIX, Canary
+from tests.transport import nfs
 from tests.transport.network_mount import missing, mounted
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-@pytest.fixture(scope="module")
-def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+@pytest.fixture(scope="module", params=["folder", pytest.param("nfs", marks=pytest.mark.full)])
+def mounts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path]]:
     base = tmp_path_factory.mktemp("mounts")
-    with mounted(base / "folder", base / "here"), mounted(base / "folder", base / "there"):
+    with ExitStack() as stack:
+        source: Path | str = base / "folder"
+        if request.param == "nfs":
+            if reason := nfs.missing():
+                pytest.skip(reason)
+            source = stack.enter_context(nfs.exported(base / "folder", base / "server"))
+        for point in (base / "here", base / "there"):
+            stack.enter_context(mounted(source, point))
         yield base / "here", base / "there"
 
 
@@ -53,6 +62,12 @@ def test_a_host_remembers_that_a_name_did_not_exist(hosts: tuple[RunDir, RunDir]
     (here.root / "name").touch()
     assert not (there.root / "name").exists()
     assert "name" in [path.name for path in there.root.iterdir()]
+
+
+def test_the_check_of_a_joining_host_passes(hosts: tuple[RunDir, RunDir]):
+    driver, host = (Canary(run.root, f"{PREFIX}1") for run in hosts)
+    driver.create()
+    assert host.check("nonce") > 0 and driver.confirm("nonce")
 
 
 def test_what_a_host_waits_for_is_found_at_once(hosts: tuple[RunDir, RunDir]):
