@@ -20,7 +20,7 @@ from headrace.transport.run_dir import RunDir
 class FixedPlan:
     """Processes that do not move."""
 
-    is_short = False
+    left_out = ()
 
     def __init__(self, specs: Sequence[ProcessSpec]) -> None:
         self._specs = specs
@@ -31,7 +31,7 @@ class FixedPlan:
     def move(self, hosts: Sequence[Host]) -> Sequence[ProcessSpec]:
         raise AssertionError("no host is lost")
 
-    def scale(self, hosts: Sequence[Host], servers: int) -> Sequence[ProcessSpec]:
+    def scale(self, hosts: Sequence[Host], servers: int, may_wait: bool) -> Sequence[ProcessSpec]:
         raise AssertionError("the number of servers is fixed")
 
 

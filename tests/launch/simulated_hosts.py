@@ -62,6 +62,8 @@ class SimulatedProcess(HostProcess):
 class SimulatedHosts:
     """Implements `Hosts`. Every process is up at once."""
 
+    request: Callable[[int, int], None] | None = None
+
     def __init__(self, run: RunDir, hosts: Sequence[Host]) -> None:
         self.listed = list(hosts)
         self.started: list[SimulatedProcess] = []

@@ -249,6 +249,23 @@ def test_servers_are_added_on_idle_gpus_and_the_newest_are_drained_first(tmp_pat
     assert len(world.starts("orchestrator")) == 1
 
 
+def test_servers_without_room_start_on_hosts_that_the_scheduler_adds(tmp_path: Path):
+    world = World(tmp_path, 2, {"trainer_nodes": 1, "inference_nodes": 1, "on": "nodes"})
+    requests: list[tuple[int, int]] = []
+    world.hosts.request = lambda servers, gpus: requests.append((servers, gpus))
+    results: list[str] = []
+    world.clock.at(1.0, lambda: scaled(world, 4, results))
+    world.clock.at(30.0, lambda: world.hosts.listed.append(Host("new", "10.0.0.9", ("0", "1"), 8)))
+    world.clock.at(40.0, lambda: scaled(world, 5, results))
+    world.clock.at(50.0, lambda: scaled(world, 4, results))
+    world.clock.at(60.0, world.hosts.finish)
+    assert world.supervisor.run() == 0
+    assert requests == [(2, 1), (1, 1), (0, 0)]
+    assert [world.host_of(f"inference-{number}") for number in (2, 3)] == ["new", "new"]
+    assert not world.starts("inference-4") and len(world.starts("inference-3")) == 1
+    assert results[0].count("waits for a host") == 2 and "nothing changes" in results[2]
+
+
 def test_a_failure_in_a_group_awaits_news_of_hosts_once_per_restart():
     restarts = Restarts(most=3)
     assert [restarts.awaits_news("trainer", now) for now in (10.0, 10 + HOST_NEWS_S - 1, 10 + HOST_NEWS_S)] == [

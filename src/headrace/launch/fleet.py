@@ -10,6 +10,7 @@ from typing import Protocol
 
 from headrace.launch.draining import Draining, remove_traces
 from headrace.launch.hosts.base import Host, HostProcess, Hosts, ProcessSpec
+from headrace.launch.placement import Place
 from headrace.launch.processes import with_rendezvous
 from headrace.observe.terminal import View
 from headrace.transport.run_dir import RunDir
@@ -24,12 +25,12 @@ class Plan(Protocol):
     def move(self, hosts: Sequence[Host]) -> Sequence[ProcessSpec]:
         """Return the processes after a change of the hosts. Raises `ConfigError` if these are too few."""
 
-    def scale(self, hosts: Sequence[Host], servers: int) -> Sequence[ProcessSpec]:
-        """Return the processes with this number of servers. Raises `ConfigError`."""
+    def scale(self, hosts: Sequence[Host], servers: int, may_wait: bool) -> Sequence[ProcessSpec]:
+        """Return the processes with this number of servers, some of which may wait for hosts. Raises `ConfigError`."""
 
     @property
-    def is_short(self) -> bool:
-        """Whether servers are left out because there is no room for them."""
+    def left_out(self) -> Sequence[Place]:
+        """The servers for which there is no room."""
 
 
 class Fleet:

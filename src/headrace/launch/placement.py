@@ -82,7 +82,7 @@ class Placement:
     hosts: tuple[Host, ...]
     places: tuple[Place, ...]
     left_out: tuple[Place, ...] = ()
-    """Servers that had to stop because their host was lost and no other has room for them."""
+    """Servers without a host that has room: theirs was lost, or they were added and wait for one."""
 
     @property
     def servers(self) -> tuple[Place, ...]:

@@ -44,23 +44,30 @@ def place_again(placement: Placement, hosts: Sequence[Host], needs: Needs) -> Pl
     return with_orchestrator(again) if needs.has_orchestrator and again.orchestrator is None else again
 
 
-def scale(placement: Placement, hosts: Sequence[Host], needs: Needs, servers: int) -> Placement:
-    """Return the placement with this number of servers: more on idle GPUs, or without those of the highest numbers."""
+def scale(placement: Placement, hosts: Sequence[Host], needs: Needs, servers: int, may_wait: bool = False) -> Placement:
+    """Return the placement with this number of servers: more on idle GPUs, or without those of the highest numbers.
+
+    Servers without room are left out until a host has come, if they may wait for one, else an error.
+    """
     kept = sorted(placement.servers, key=lambda server: server.number)[: max(0, servers)]
     if not kept:
         raise ConfigError("a run needs a server", key="--inference", value=servers, fix="Set it to at least 1.")
     first, staying = kept[0], [place for place in placement.places if place.role != "inference" or place in kept]
-    while len(kept) < servers:
-        number = next(number for number in count() if number not in {server.number for server in kept})
+    left_out: list[Place] = []
+    while len(kept) + len(left_out) < servers:
+        number = next(number for number in count() if number not in {server.number for server in (*kept, *left_out)})
         new = replace(first, name=server_name(number), port=first.port and first.port + number - first.number)
         placed = _find_room(new, usable_hosts(hosts, needs), staying, len(first.gpus))
+        if placed is None and may_wait:
+            left_out.append(new)
+            continue
         if placed is None:
             fact = f"a server takes {len(first.gpus)} GPUs, and idle ones are left for {len(kept)} servers in all"
             fix = f"Lower it to {len(kept)}, or add a host."
             raise ConfigError(fact, key="--inference", value=servers, fix=fix)
         kept.append(placed)
         staying.append(placed)
-    return Placement(tuple(hosts), _in_order(staying))
+    return Placement(tuple(hosts), _in_order(staying), tuple(left_out))
 
 
 def _form_trainer(placement: Placement, hosts: Sequence[Host], staying: Sequence[Place], needs: Needs) -> list[Place]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import Host, ProcessSpec
-from headrace.launch.placement import place
+from headrace.launch.placement import Place, place
 from headrace.launch.processes import needs_of, processes_of
 from headrace.launch.replacement import place_again, scale
 from headrace.runfile.run import RunConfig
@@ -44,10 +44,10 @@ class RunPlan:
         self.placement = place_again(self.placement, hosts, self._needs)
         return self.specs()
 
-    def scale(self, hosts: Sequence[Host], servers: int) -> list[ProcessSpec]:
-        self.placement = scale(self.placement, hosts, self._needs, servers)
+    def scale(self, hosts: Sequence[Host], servers: int, may_wait: bool) -> list[ProcessSpec]:
+        self.placement = scale(self.placement, hosts, self._needs, servers, may_wait)
         return self.specs()
 
     @property
-    def is_short(self) -> bool:
-        return bool(self.placement.left_out)
+    def left_out(self) -> Sequence[Place]:
+        return self.placement.left_out

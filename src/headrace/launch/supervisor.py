@@ -241,7 +241,7 @@ class Supervisor:
                 self._begin_recovery(unit, f"the loss of host {process.spec.host} was detected", now)
                 self._fleet.retire(unit)
         hosts = self._hosts.list()
-        if not self._displaced and not (self._plan.is_short and hosts != self._listed):
+        if not self._displaced and not (self._plan.left_out and hosts != self._listed):
             return
         try:
             specs = self._plan.move(hosts)
@@ -279,14 +279,19 @@ class Supervisor:
         while not self._scale_requests.empty():
             servers, answer = self._scale_requests.get()
             before = list(self._fleet.specs)
+            request = self._hosts.request
             try:
-                self._follow(self._plan.scale(self._hosts.list(), servers), now)
+                self._follow(self._plan.scale(self._hosts.list(), servers, may_wait=request is not None), now)
             except Failure as error:
                 answer.set_exception(error)
                 continue
+            left_out = self._plan.left_out
+            if request is not None:
+                request(len(left_out), len(left_out[0].gpus) if left_out else 0)
             added = [f"starting {s.name} on {s.host}" for s in self._fleet.specs.values() if s.name not in before]
             removed = [f"draining {name}" for name in before if name not in self._fleet.specs]
-            sentence = f"{servers} inference servers: {', '.join([*added, *removed]) or 'nothing changes'}"
+            waiting = [f"{place.name} waits for a host" for place in left_out]
+            sentence = f"{servers} inference servers: {', '.join([*added, *removed, *waiting]) or 'nothing changes'}"
             self._view.say(sentence)
             answer.set_result(sentence)
 

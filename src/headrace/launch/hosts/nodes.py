@@ -86,6 +86,8 @@ class NodeHosts:
     `needs`: what the run asks of them; hosts that cannot be enough are refused before all of them have joined.
     """
 
+    request = None
+
     def __init__(
         self,
         driver: Driver,

@@ -11,6 +11,7 @@ import Ray.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -202,6 +203,9 @@ class RayHosts:
 
     def __init__(self, driver: Driver, config: RayConfig, *, needed: int, gpus_per_node: int | None = None) -> None:
         self.driver, self._config, self._needed, self._gpus_per_node = driver, config, needed, gpus_per_node
+        self.request = self._request if config.autoscaling else None
+        self._requested: Any = None
+        """The group of hosts that were asked for last."""
         self._groups: list[Any] = []
         self._known: set[str] = set()
         """Nodes that the cluster had when the run started, or that were taken since."""
@@ -314,10 +318,25 @@ class RayHosts:
                 self._known.add(node["NodeID"])
                 self._reserve(make_bundles([node["Resources"]], 1, self._gpus_per_node)[0], node["NodeID"])
 
-    def _reserve(self, bundle: Bundle, nodes: str) -> None:
+    def _request(self, servers: int, gpus: int) -> None:
+        """Have an autoscaling cluster add hosts like the largest of the run, and withdraw what it has not added yet."""
+        from ray.util import placement_group, remove_placement_group
+
+        if self._requested is not None and not self._requested.wait(0):
+            self._groups.remove(self._requested)
+            remove_placement_group(self._requested)
+        self._requested = None
+        if servers:
+            largest = self._groups[0].bundle_specs[0]
+            per_host = max(1, int(largest.get("GPU", 0)) // max(1, gpus))
+            hosts = [largest] * math.ceil(servers / per_host)
+            self._requested = placement_group(hosts, strategy="STRICT_SPREAD")
+            self._groups.append(self._requested)
+
+    def _reserve(self, bundle: Bundle, node: str) -> None:
         from ray.util import placement_group
 
-        self._groups.append(placement_group([bundle], bundle_label_selector=[{NODE_LABEL: nodes}]))
+        self._groups.append(placement_group([bundle], bundle_label_selector=[{NODE_LABEL: node}]))
 
     def _keep_polling(self) -> None:
         """Poll hosts and processes until `close`."""
