@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -105,6 +106,12 @@ class SlurmCluster:
         """Wait until every node is up and has left its last job."""
         states = ("sinfo", "--noheader", "--Node", "--format=%T")
         wait_for(lambda: set(self.run(*states, check=False).split()) == {"idle"}, "idle nodes", timeout=60)
+
+    def set_node_timeout(self, seconds: int) -> None:
+        """Set after how long without an answer a node is down."""
+        path = self._directory / "slurm.conf"
+        path.write_text(re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={seconds}", path.read_text()))
+        self.run("scontrol", "reconfigure")
 
     def _start_munge(self, number: int) -> None:
         key, log = f"--key-file={self._directory}/munge.key", self._directory / f"munge-host{number}.log"

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
 
 MAX_STEPS = 20
 TIMEOUT_S = 600
+DETECTION_S = 30
 FOUR_HOSTS = ("--launch.trainer_nodes", 2, "--launch.inference_nodes", 2)
 THREE_HOSTS = ("--launch.trainer_nodes", 1, "--launch.inference_nodes", 2)
 SLOW_RENAMES = {"PYTHONPATH": str(REPOSITORY / "tests" / "end_to_end" / "slow_renames")}
@@ -87,7 +88,6 @@ def test_a_cancelled_job_stops_in_order_and_can_be_resumed(slurm: SlurmCluster, 
 @pytest.mark.parametrize(
     ("process", "moment"),
     [
-        ("trainer-1", ""),
         ("inference-1", ""),
         ("trainer-1", "in the middle of a checkpoint"),
         ("inference-1", "in the middle of publishing weights"),
@@ -100,6 +100,19 @@ def test_a_lost_host_costs_no_draw(submit: Submit, process: str, moment: str):
         _, directory, pattern, _ = MOMENTS[moment]
         run.wait_until(lambda: any(directory(run.run).glob(pattern)), moment, poll_s=0.005)
     run.host_of(process).kill()
+    run.check_finished(MAX_STEPS, TIMEOUT_S)
+    assert run.info()["Restarts"] == "0"
+
+
+def test_a_lost_host_is_detected_by_its_lease_long_before_slurm_notices(submit: Submit, slurm: SlurmCluster):
+    slurm.set_node_timeout(600)
+    run = submit(*FOUR_HOSTS)
+    run.wait_for_step(3)
+    host = run.host_of("trainer-1")
+    host.kill()
+    run.wait_until(lambda: f"host {host.name} is lost" in run.log(), "the loss to be detected", DETECTION_S)
+    run.wait_for_step(MAX_STEPS, TIMEOUT_S)
+    slurm.set_node_timeout(15)  # else the job is completing until SLURM gives its host up
     run.check_finished(MAX_STEPS, TIMEOUT_S)
     assert run.info()["Restarts"] == "0"
 
