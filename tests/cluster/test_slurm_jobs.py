@@ -45,6 +45,15 @@ def test_a_run_that_needs_more_hosts_than_its_allocation_is_refused(
 
 
 @pytest.mark.full
+def test_a_run_inside_of_an_allocation_runs_there(slurm: SlurmCluster, tmp_path: Path, tiny_model: Path):
+    file = write_run_file(tmp_path, tiny_model)
+    run = ["rl", file, "--launch.on", "slurm", "--launch.trainer_nodes", 1, "--launch.inference_nodes", 1]
+    output = slurm.run("salloc", "--nodes=2", *HEADRACE, *run, "--inference.port", 0, timeout=280)
+    assert "on 2 hosts" in output and RunDir(tmp_path / "run").latest_checkpoint_step() == 3
+    assert slurm.run("squeue", "--noheader") == ""
+
+
+@pytest.mark.full
 def test_a_host_of_the_job_that_does_not_share_the_folder_is_named(
     slurm: SlurmCluster, hosts: HostSet, tmp_path: Path, tiny_model: Path
 ):
