@@ -13,13 +13,12 @@ from headrace.errors import BadInput
 from headrace.inference.model_shape import LayerSizes, ModelShape
 from headrace.launch.hosts.base import Host
 from headrace.launch.placement import Place, Placement
+from headrace.launch.resource_changes import find_refusal, find_solutions
 from headrace.launch.resource_plan import (
     AnyRun,
     Budget,
     Machine,
     ResourcePlan,
-    find_refusal,
-    find_solutions,
     kept_checkpoints,
     plan_resources,
 )
@@ -56,7 +55,7 @@ def planned(config: AnyRun, shape: ModelShape, machine: Machine = H200, placemen
 def refusal(
     config: AnyRun, shape: ModelShape, machine: Machine = H200, placement: Placement = ONE_GPU
 ) -> BadInput | None:
-    return find_refusal(config, shape, machine, placement, "alternate" if placement.shares_gpu else None)
+    return find_refusal(config, lambda changed: planned(changed, shape, machine, placement))
 
 
 def budget(plan: ResourcePlan, beginning: str) -> Budget:

@@ -14,14 +14,8 @@ from headrace.launch.hosts.local import this_machine
 from headrace.launch.out_of_memory import MEMORY_ADVICE
 from headrace.launch.placement import place
 from headrace.launch.processes import needs_of, sharing_of
-from headrace.launch.resource_plan import (
-    AnyRun,
-    Machine,
-    changes_of,
-    find_refusal,
-    gib,
-    plan_resources,
-)
+from headrace.launch.resource_changes import changes_of, find_refusal
+from headrace.launch.resource_plan import AnyRun, Machine, gib, plan_resources
 from headrace.machine import HostMemory, file_system, gpu_memory
 
 MIN_SHOWN_SHARE = 0.01
@@ -51,7 +45,6 @@ def plan_here(config: AnyRun, shape: ModelShape, machine: Machine | None = None)
     machine = machine or measure(config.output_dir)
     plan = partial(plan_resources, shape=shape, machine=machine, placement=placement, sharing=sharing)
     planned = plan(config)
-    refusal = find_refusal(config, shape, machine, placement, sharing)
     lines = [str(budget) for budget in planned.budgets if budget.needed >= MIN_SHOWN_SHARE * budget.available]
     if placement.trains_on_gpus and machine.gpu_memory is None:
         lines.append("GPU memory is not planned: nvidia-smi does not report its size")
@@ -62,7 +55,7 @@ def plan_here(config: AnyRun, shape: ModelShape, machine: Machine | None = None)
         if host.needed - changed.needed > MIN_SAVED_SHARE * host.needed:
             savings.append(f"{change.text} needs {gib(host.needed - changed.needed)} GiB less")
     advice = f"Planned: {host}. {'; '.join(savings) or MEMORY_ADVICE}"
-    return PlannedRun(tuple(lines), refusal, planned.max_running, advice)
+    return PlannedRun(tuple(lines), find_refusal(config, plan), planned.max_running, advice)
 
 
 def measure(output_dir: Path | None) -> Machine:
