@@ -37,6 +37,7 @@ def test_algorithms_with_advantages_have_it(kind: str):
         ({"coef": 0}, None),
         ({"coef": 0.1, "reference": FROZEN}, None),
         ({"coef": 0.1, "reference": FROZEN, "place": "reward", "estimator": "k1"}, None),
+        ({"coef": 0.1, "place": "reward"}, None),
         ({"coef": 0.1, "reference": "start"}, ReferenceConfig()),
         ({"coef": 0.1, "reference": {"every": 20}}, ReferenceConfig(every=20)),
     ],
@@ -57,7 +58,6 @@ def test_a_resolved_run_reads_back_as_the_same():
     [
         ({"coef": 0.1, "estimator": "k1"}, "estimator"),
         ({"coef": 0.1, "place": "reward", "reference": FROZEN, "ratio": True}, "ratio"),
-        ({"coef": 0.1, "place": "reward"}, "reference"),
         ({"coef": 0.1, "place": "reward", "reference": {"every": 3}}, "reference"),
         ({"coef": 0.1, "reference": "Qwen/Qwen3-8B"}, "reference"),
         ({"coef": 0.1, "reference": {"name": "frozen"}}, "reference.base_url"),

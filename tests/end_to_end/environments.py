@@ -23,6 +23,13 @@ class Letters(Environment):
         return [Rollout(rewards={"printable": share}, messages=[reply.message], turns=[reply.turn])]
 
 
+class EmptyHints(Letters):
+    """The same with demonstrations that are empty: a teacher scores replies after their own prompts."""
+
+    def tasks(self):
+        return [{**task, "demonstration": ""} for task in super().tasks()]
+
+
 class Duel(Letters):
     """Two sides of one policy: the side that writes more letters wins what the other loses."""
 

@@ -245,6 +245,19 @@ def test_a_run_without_room_for_its_trainer_or_for_any_server_is_refused():
             place_again(place(hosts, needs), [left], needs)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "asked", "servers"), [(0, {}, 2), (0, {"inference_servers": 3}, 3), (1, {}, 2), (8, {}, 4)]
+)
+def test_one_of_the_servers_has_the_past_policy(gpus: int, asked: dict[str, int], servers: int):
+    hosts, needs = hosts_of(gpus), Needs(has_past_server=True, **asked)
+    names = [server.name for server in place(hosts, needs).servers]
+    assert names == ["inference", "past-1", "inference-2", "inference-3"][:servers]
+    with refused(ConfigError, key="--inference", value=1):
+        scale(place(hosts, needs), hosts, needs, 1)
+    with refused(ConfigError, key="launch.inference_servers", value=1):
+        place(hosts_of(0), Needs(has_past_server=True, inference_servers=1))
+
+
 def test_servers_are_added_on_idle_gpus_and_the_last_ones_removed():
     hosts, needs = hosts_of(4, 4), Needs(inference_gpus=1, trainer_processes=2, port=8000)
     one = place(hosts, needs)

@@ -36,7 +36,8 @@ from headrace.transport.weights import read_marker
 class StandInEngine:
     """Serves what the orchestrator needs of an engine, with `delay` seconds per answer."""
 
-    def __init__(self, model: Path, run: RunDir, delay: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, model: Path, run: RunDir, delay: float = 0.0, seed: int = 0, name: str = "inference") -> None:
+        self.name = name
         self.tokenizer = Tokenizer(model)
         self.run = run
         self.delay = delay
@@ -65,7 +66,7 @@ class StandInEngine:
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
         port = self.runner.addresses[0][1]
-        write_endpoint(self.run.endpoints / "inference.json", Endpoint(f"http://127.0.0.1:{port}", pid=1))
+        write_endpoint(self.run.endpoints / f"{self.name}.json", Endpoint(f"http://127.0.0.1:{port}", pid=1))
 
     async def die(self) -> None:
         """Every connection breaks; an engine that comes back has the initial model."""

@@ -1,5 +1,6 @@
 """The algorithms of a run, and what the orchestrator lends to each."""
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import Health
-from headrace.orchestrator.crediting import PolicyReference, set_up_algorithms
+from headrace.orchestrator.crediting import PastPolicy, PolicyReference, set_up_algorithms
 from headrace.runfile.reading import validate
+from headrace.transport.endpoint import PAST_SERVER
 from headrace.transport.journal import Journal
+from headrace.transport.run_dir import RunDir
 from tests.algorithms.teachers import MODEL, Teacher
+from tests.orchestrator.stand_ins import StandInEngine, StandInTrainer
 from tests.refusals import refused
 
 
@@ -53,3 +57,30 @@ async def test_a_policy_on_vllm_is_not_asked_for_scores_that_it_does_not_give(
             policy.check_engines(engines)
     else:
         policy.check_engines(engines)
+
+
+async def test_the_past_policy_scores_a_batch_with_its_version_also_after_its_server_was_restarted(
+    tmp_path: Path, tiny_model: Path
+):
+    run = RunDir(tmp_path)
+    run.create_directories()
+    trainer = StandInTrainer(run)
+    for step in range(5):
+        trainer.publish(step)
+    policy, past = StandInEngine(tiny_model, run), StandInEngine(tiny_model, run, name=PAST_SERVER)
+    past.score_token = lambda version, token, temperature: -1.0 - version.step
+    client = EngineClient(run.endpoints, past=True, retry_for=10)
+    async with policy, past, AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        reference = PastPolicy(client, run.weights, every=2)
+        for step, expected in ((1, 0), (3, 2), (4, 2), (5, 4), (3, 2)):  # a journal may go back
+            reference.use_batch(step)
+            scores = await asyncio.gather(*[reference.score([1, 2, 3], 1.0) for _ in range(8)])
+            assert all(list(score) == [0.0, -1.0 - expected, -1.0 - expected] for score in scores)
+        await past.die()
+        await past.listen()
+        assert list(await reference.score([1, 2, 3], 1.0)) == [0.0, -3.0, -3.0]
+        assert policy.version.step == 0 == policy.answered
+        reference.use_batch(9)
+        with refused(BadInput, file=run.weights.directory):
+            await reference.score([1, 2, 3], 1.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.rollout.version import Version, may_ship, staleness
+from headrace.rollout.version import Version, may_ship, past_step, staleness
 
 
 def test_a_rewound_trainer_is_newer_than_what_it_lost():
@@ -40,3 +40,14 @@ def test_at_level_one_a_batch_may_run_one_version_ahead():
     assert may_ship(2, 0, 1)
     assert not may_ship(3, 0, 1)
     assert may_ship(3, 1, 1)
+
+
+@pytest.mark.parametrize("max_async_level", [0, 1, 3])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_the_past_policy_of_a_batch_is_published_when_the_batch_may_ship_and_changes_every_so_many_steps(
+    every: int, max_async_level: int
+):
+    steps = [past_step(batch, every, max_async_level) for batch in range(1, 30)]
+    assert all(may_ship(batch, step, max_async_level + every - 1) for batch, step in enumerate(steps, 1))
+    assert all(step <= max(0, batch - 1 - max_async_level) for batch, step in enumerate(steps, 1))
+    assert sorted(set(steps)) == list(range(0, steps[-1] + 1, every))

@@ -194,6 +194,16 @@ def test_a_lost_lineage_is_retired_once_the_rewound_one_is_acknowledged(store: W
     assert store.published() == [Version(1, 50)]
 
 
+def test_the_newest_version_of_a_step_that_a_teacher_needs_is_kept(store: WeightStore):
+    for version in (Version(0, 2), Version(0, 4), Version(1, 4), Version(1, 5), Version(1, 6)):
+        store.publish(version, model(), durable=version.step == 4)
+    store.acknowledge(Version(1, 6))
+    store.retire(keep_last=1, kept_steps=[3, 4])
+    assert store.published() == [Version(1, 4), Version(1, 6)]
+    assert store.of_step(4) == Version(1, 4)
+    assert store.of_step(3) is None
+
+
 def test_a_model_whose_tensors_were_changed_no_longer_has_its_markers_checksum(store: WeightStore):
     marker = store.publish(Version(0, 1), model())
     directory = store.path(Version(0, 1))

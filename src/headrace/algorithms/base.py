@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.config.algorithms import Invariant
-from headrace.config.model import FrozenModelConfig, ModelReference
+from headrace.config.model import FrozenModelConfig, PastPolicyConfig, TeacherReference
 from headrace.inference.client.reference import LimitedReference, Reference
 from headrace.rollout.types import Rollout, Sample, Task
 
@@ -54,10 +54,14 @@ class MakeContext(msgspec.Struct, frozen=True):
     seq_len: int
     connect: Callable[[FrozenModelConfig], Reference]
     """Makes a reference of a model that is served."""
+    past: Reference | None = None
+    """The policy of the run's own past, in a run with a server of it; elsewhere the host's policy stands for it."""
 
-    def reference(self, model: ModelReference | None) -> Reference | None:
-        """Return a reference of a frozen model; None for the policy, which the host has."""
-        return self.connect(model) if isinstance(model, FrozenModelConfig) else None
+    def reference(self, model: TeacherReference | None) -> Reference | None:
+        """Return a reference of a frozen model or of a past policy; None for the policy, which the host has."""
+        if isinstance(model, FrozenModelConfig):
+            return self.connect(model)
+        return self.past if isinstance(model, PastPolicyConfig) else None
 
 
 class Tally:

@@ -7,7 +7,8 @@ in training; `ratio` multiplies it by the ratio to the policy that sampled. A fr
 here; the trainer keeps the policies of the run's own past.
 
 place = "reward": coef * (the sum of k over the sampled tokens) is subtracted from the reward before rollouts are
-compared, so baselines contain it; t is the logprob of sampling. Rewards in metrics and files stay without it.
+compared, so baselines contain it; t is the logprob of sampling. Rewards in metrics and files stay without it. The start
+of the run is scored by a further server of the run: with an adapter, its base model.
 
 Left out on purpose: a coefficient that adapts to a target distance.
 """
@@ -35,8 +36,10 @@ def make_algorithm(config: AlgorithmConfig, context: MakeContext) -> Algorithm:
     algorithm: Algorithm = config.make(context)
     kl: KlConfig | None = getattr(config, "kl", None)
     if kl is not None and kl.coef > 0:
-        frozen = kl.reference if isinstance(kl.reference, FrozenModelConfig) else None
-        algorithm.kl = KlPenalty(kl, None if frozen is None else context.connect(frozen))
+        served = context.past if kl.place == "reward" else None
+        algorithm.kl = KlPenalty(
+            kl, context.connect(kl.reference) if isinstance(kl.reference, FrozenModelConfig) else served
+        )
     return algorithm
 
 
@@ -81,7 +84,7 @@ class KlPenalty:
                 sample.set_stream(f"{self._config.estimator}_weights", sample.mask * self._config.coef)
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        """Set the logprobs of a frozen reference; a rollout that lacks any is dropped."""
+        """Set the logprobs of a frozen model; a rollout that lacks any is dropped."""
         if self._scorer is None or self.in_reward:
             return
         kept = [survivor for survivor in batch if not survivor.drop_reason]
@@ -94,7 +97,7 @@ class KlPenalty:
                 sample.set_stream("kl_logprobs", outcome)
 
     async def _score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        assert self._scorer is not None, "a penalty in the reward has a frozen reference"
+        assert self._scorer is not None, "a penalty in the reward has a reference on a server"
         scores = []
         for outcome in await self._scorer.score([(own_prompt(sample), sample) for sample in samples]):
             if isinstance(outcome, ReferenceFailed):

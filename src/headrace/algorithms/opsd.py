@@ -3,8 +3,9 @@
     ref_t = log p_teacher(token_t | hint, all before it)        hint = the demonstration, in a template
 
 The hint is in the conversation of the sample's first prompt (`headrace.algorithms.hints`). The sample's own tokens are
-scored verbatim, so that any number of turns works. The teacher is the live policy, or a frozen model. Rewards are
-logged and never read. A rollout that the teacher did not score has nothing to learn from, and is dropped.
+scored verbatim, so that any number of turns works. The teacher is the live policy, the policy some steps ago, or a
+frozen model. Rewards are logged and never read. A rollout that the teacher did not score has nothing to learn from, and
+is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.algorithms.base import MakeContext, RolloutView, Survivor
 from headrace.algorithms.hints import Hints, conversation_text
 from headrace.algorithms.teacher import DistillationConfig, TaughtAlgorithm
 from headrace.config.algorithms import ALGORITHMS, check_template
-from headrace.config.model import ModelReference
+from headrace.config.model import TeacherReference
 from headrace.inference.client.reference import Reference
 from headrace.rollout.types import Task
 
@@ -42,8 +43,9 @@ class OpsdConfig(DistillationConfig):
     READS_TASKS = True
 
     type: Literal["opsd"] = "opsd"
-    teacher: ModelReference = "policy"
-    """The model that scores samples with the demonstration before them."""
+    teacher: TeacherReference = "policy"
+    """The model that scores samples with the demonstration before them: the live policy, `{ every = N }`: the policy
+    after a step that N divides, on a further server of the run, or a frozen model."""
     demo_key: str = "demonstration"
     """The key of a task's demonstration, in its `info` or at its top level."""
     template: str | None = None

@@ -30,7 +30,7 @@ from headrace.algorithms.hints import Hints, draw_siblings, replies, response_te
 from headrace.algorithms.teacher import TaughtAlgorithm
 from headrace.algorithms.user_function import load_function
 from headrace.config.algorithms import ALGORITHMS, ImportConfig, Promises, check_template
-from headrace.config.model import ModelReference
+from headrace.config.model import TeacherReference
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.credit import contrast, fold, modulate, rollout_mean
 from headrace.rollout.types import Rollout
@@ -57,8 +57,9 @@ class RlcsdConfig(CreditTermsConfig):
     UNSCORED = "left with their plain credit"
 
     type: Literal["rlcsd"] = "rlcsd"
-    teacher: ModelReference = "policy"
-    """The model that scores with hints before the sample."""
+    teacher: TeacherReference = "policy"
+    """The model that scores with hints before the sample: the live policy, `{ every = N }`: the policy after a step
+    that N divides, on a further server of the run, or a frozen model."""
     correct_threshold: float = 1.0
     """The reward from which a sibling is correct."""
     min_contrast_gap: float = Field(0.0, ge=0)

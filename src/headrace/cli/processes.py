@@ -28,6 +28,7 @@ from headrace.inference.model_shape import adapter_share
 from headrace.launch.errors import BadRequest, naming_run
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.process import PARENT_VAR, stop_with_launcher
+from headrace.launch.processes import servers_at_least
 from headrace.launch.run_directory import LATEST, plan_directory
 from headrace.launch.saved_config import read_run, read_sampled_run, run_directory
 from headrace.machine import frozen_imports, keep_compiled_kernels
@@ -230,7 +231,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
 def colocated_engines(config: RunConfig | OfflineConfig, sharing: str) -> ColocatedEngines:
     """Describe the servers that share the device with a run's trainer."""
     trainer = config.trainer if isinstance(config, RunConfig) else config
-    inference, servers = config.inference, config.launch.inference_servers or 1
+    inference, servers = config.inference, servers_at_least(config)
     return ColocatedEngines(
         alternates=sharing == "alternate",
         trainer_bytes_per_parameter=bytes_per_parameter(trainer, while_training=True),

@@ -17,6 +17,7 @@ from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.backend import EngineProcess
 from headrace.inference.keys_file import read_keys_file
 from headrace.launch.process import stop_with_launcher
+from headrace.launch.processes import servers_at_least
 from headrace.launch.run_directory import in_use, is_run
 from headrace.launch.saved_config import read_run, read_sampled_run
 from headrace.machine import frozen_imports, keep_compiled_kernels
@@ -98,7 +99,7 @@ def colocated_trainer(target: Path, run: RunDir, sharing: str) -> ColocatedTrain
     return ColocatedTrainer(
         run.device_lock if alternates else None,
         bytes_per_parameter(trainer, while_training=not alternates),
-        config.launch.inference_servers or 1,
+        servers_at_least(config),
     )
 
 

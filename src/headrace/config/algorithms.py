@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from headrace.config.base import Config, as_table, merge_names, rename_key
-from headrace.config.model import FrozenModelConfig, ModelReference
+from headrace.config.model import PAST, FrozenModelConfig, ModelReference, PastPolicyConfig, model_tag, only_text
 from headrace.config.registry import Alternative, Registry
 from headrace.config.trainer import ReferenceConfig
 from headrace.errors import InvalidValue
@@ -61,35 +61,12 @@ class ImportConfig(Config):
         return as_table(given, "import_path")
 
 
-class PastPolicyConfig(Config):
-    """The policy some steps ago."""
-
-    every: int = Field(ge=1)
-    """Take the current policy after each step that this divides; until the first one, it is the start of the run."""
-
-
-def _kl_reference(given: Any) -> Any:
-    if isinstance(given, str) and given != "start":
-        raise InvalidValue(
-            'a text other than "start" does not say where the model is served',
-            value=given,
-            fix=f'Write "start", {{ every = 50 }}, or {{ name = "{given}", base_url = "http://host:port/v1" }}.',
-        )
-    return given
-
-
-def _kl_reference_tag(given: Any) -> str:
-    if isinstance(given, str):
-        return "start"
-    return "past" if isinstance(given, PastPolicyConfig) or (isinstance(given, dict) and "every" in given) else "frozen"
-
-
 KlReference = Annotated[
-    Annotated[Literal["start"], Tag("start")]
+    Annotated[Literal["start"], Tag("text")]
     | Annotated[PastPolicyConfig, Tag("past")]
     | Annotated[FrozenModelConfig, Tag("frozen")],
-    Discriminator(_kl_reference_tag),
-    BeforeValidator(_kl_reference),
+    Discriminator(model_tag),
+    only_text("start", PAST),
 ]
 """The policy at the start of the run, the policy some steps ago, or a frozen model on a server."""
 
@@ -111,13 +88,14 @@ class KlConfig(Config):
     """`loss`: multiply the estimate by the ratio to the policy that sampled, as TRL does by default. Without it, the
     estimate is that of the policy in training only as long as rollouts are fresh."""
     reference: KlReference = "start"
-    """The policy at the `start` of the run, which the trainer keeps; `{ every = N }`: the policy after the last step
-    that N divides; or a frozen model on a server."""
+    """The policy at the `start` of the run; `{ every = N }`: the policy after the last step that N divides; or a frozen
+    model on a server. The trainer keeps the run's own past; for a penalty in the reward, a further server of the run
+    serves its start."""
 
     @property
     def kept_by_trainer(self) -> ReferenceConfig | None:
-        """The policy of the run's own past that scores its tokens; None: a frozen model does, or nothing."""
-        if self.coef == 0 or isinstance(self.reference, FrozenModelConfig):
+        """The policy of the run's own past that scores its tokens in the trainer; None: a server does, or nothing."""
+        if self.coef == 0 or self.place == "reward" or isinstance(self.reference, FrozenModelConfig):
             return None
         return ReferenceConfig(every=None if self.reference == "start" else self.reference.every)
 
@@ -131,14 +109,13 @@ class KlConfig(Config):
         if self.place == "reward" and self.ratio:
             fact = "a penalty in the reward is that of the policy that sampled: the ratio is 1"
             yield self.invalid("ratio", fact, 'Leave it out, or set place = "loss".')
-        if self.place == "reward" and not isinstance(self.reference, FrozenModelConfig):
+        if self.place == "reward" and isinstance(self.reference, PastPolicyConfig):
             yield InvalidValue(
-                'place = "reward" needs the reference\'s logprobs before rollouts are compared, and the weights of '
-                "the run's own past are in the trainer",
+                'place = "reward" charges a rollout when it arrives, before it is known which step it is trained in, '
+                "and so which past policy is its reference",
                 key="reference",
-                value="start" if self.reference == "start" else self.reference.model_dump(),
-                fix='Serve the model with `headrace serve`, and set reference = { name = "...", base_url = "..." }; or '
-                'set place = "loss".',
+                value=self.reference.model_dump(),
+                fix='Set reference = "start", a frozen model, or place = "loss".',
             )
 
 
@@ -189,8 +166,16 @@ class AlgorithmConfig(Alternative):
 
     @property
     def hints_policy(self) -> bool:
-        """Whether the policy's own engines score samples with a hint before them."""
-        return bool(self.UNSCORED) and getattr(self, "teacher", None) == "policy"
+        """Whether the run's own engines score samples with a hint before them."""
+        return bool(self.UNSCORED) and not isinstance(getattr(self, "teacher", None), FrozenModelConfig)
+
+    @property
+    def past_policies(self) -> list[Literal["start"] | PastPolicyConfig]:
+        """The policies of the run's own past that a further server of the run scores with."""
+        teacher, kl = getattr(self, "teacher", None), getattr(self, "kl", None)
+        charged = isinstance(kl, KlConfig) and kl.coef > 0 and kl.place == "reward" and kl.reference == "start"
+        past: list[Literal["start"] | PastPolicyConfig] = [teacher] if isinstance(teacher, PastPolicyConfig) else []
+        return [*past, "start"] if charged else past
 
     @property
     def reads_tasks(self) -> bool:

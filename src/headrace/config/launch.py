@@ -91,7 +91,8 @@ class LaunchConfig(Config):
     inference_gpus: int | None = Field(None, ge=1)
     """GPUs for inference; unset: those that the trainer does not use. A single GPU is shared."""
     inference_servers: int | None = Field(None, ge=1)
-    """Inference servers; unset: one per inference GPU, or per group of GPUs of a parallel vLLM, or one without GPUs."""
+    """Inference servers; unset: one per inference GPU, or per group of GPUs of a parallel vLLM, or one without GPUs. A
+    server of the run's past policy (a teacher's `every`, or a `kl` in the reward) is one of them."""
     sharing: Literal["alternate", "overlap"] | None = None
     """How trainer and servers share a single GPU. `alternate`: the engine pauses during a training step, and frees its
     KV cache if memory is short; also on a machine without GPUs. `overlap`: both compute at once, each with a part of

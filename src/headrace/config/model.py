@@ -188,14 +188,37 @@ class FrozenModelConfig(Config):
         return given
 
 
-def _model_reference(given: Any) -> Any:
-    if isinstance(given, str) and given != "policy":
-        raise InvalidValue(
-            'a text other than "policy" does not say where the model is served',
-            value=given,
-            fix=f'Write "policy", or a table: {{ name = "{given}", base_url = "http://host:port/v1" }}.',
-        )
-    return given
+class PastPolicyConfig(Config):
+    """The policy some steps ago."""
+
+    every: int = Field(ge=1)
+    """Take the current policy after each step that this divides; until the first one, it is the start of the run."""
+
+
+def model_tag(given: Any) -> str:
+    """Return the kind of a reference to a model: a text, a past policy or a frozen model."""
+    if isinstance(given, str):
+        return "text"
+    return "past" if isinstance(given, PastPolicyConfig) or (isinstance(given, dict) and "every" in given) else "frozen"
+
+
+def only_text(text: str, other: str = "") -> BeforeValidator:
+    """Refuse texts but this one; `other` is what may also be written, for the error."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, str) and given != text:
+            raise InvalidValue(
+                f'a text other than "{text}" does not say where the model is served',
+                value=given,
+                fix=f'Write "{text}", {other}or a table: {{ name = "{given}", base_url = "http://host:port/v1" }}.',
+            )
+        return given
+
+    return BeforeValidator(check)
+
+
+PAST = "{ every = 50 }, "
+"""How a past policy is written, for errors."""
 
 
 def describe_model(model: ModelReference) -> str:
@@ -203,8 +226,17 @@ def describe_model(model: ModelReference) -> str:
 
 
 ModelReference = Annotated[
-    Annotated[Literal["policy"], Tag("policy")] | Annotated[FrozenModelConfig, Tag("frozen")],
-    Discriminator(lambda given: "policy" if isinstance(given, str) else "frozen"),
-    BeforeValidator(_model_reference),
+    Annotated[Literal["policy"], Tag("text")] | Annotated[FrozenModelConfig, Tag("frozen")],
+    Discriminator(lambda given: "text" if isinstance(given, str) else "frozen"),
+    only_text("policy"),
 ]
 """The live policy, or a frozen model on a server."""
+
+TeacherReference = Annotated[
+    Annotated[Literal["policy"], Tag("text")]
+    | Annotated[PastPolicyConfig, Tag("past")]
+    | Annotated[FrozenModelConfig, Tag("frozen")],
+    Discriminator(model_tag),
+    only_text("policy", PAST),
+]
+"""The live policy, the policy some steps ago, or a frozen model on a server."""

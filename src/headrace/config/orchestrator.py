@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config, as_table, rename_key
 from headrace.config.curriculum import CurriculumConfig
-from headrace.config.model import HttpUrl, ModelConfig, RendererConfig, SamplingConfig
+from headrace.config.model import HttpUrl, ModelConfig, PastPolicyConfig, RendererConfig, SamplingConfig
 from headrace.config.registry import Alternative, Registry
 from headrace.errors import InvalidValue
 from headrace.rollout.types import Rollout
@@ -297,6 +297,11 @@ class OrchestratorConfig(Config):
         assert temperature is not None  # it has a default
         return temperature
 
+    @property
+    def past_policy(self) -> Literal["start"] | PastPolicyConfig | None:
+        """The policy of the run's own past that a further server of the run scores with; None: there is none."""
+        return next((past for env in self.train.env for past in self.algo_of(env).past_policies), None)
+
     def notices(self) -> list[str]:
         """Warn about groups of one where advantages are relative to the group."""
         return [
@@ -325,6 +330,7 @@ class OrchestratorConfig(Config):
         yield from env_name_problems("train.env", self.train.env)
         yield from env_name_problems("eval.env", self.eval.env)
         yield from self._batch_problems()
+        yield from self._past_policy_problems()
         if "eval" in self.model_fields_set and not self.eval.env:
             fix = "Add an [[orchestrator.eval.env]], or take the section back: --orchestrator.eval null."
             yield InvalidValue(NOTHING_EVALUATED, key="eval.env", fix=fix)
@@ -338,6 +344,18 @@ class OrchestratorConfig(Config):
         if self.renderer.pool_size > 1 and not self.train.env and not self.eval.env:
             fact = "there is no environment whose prompts would be rendered"
             yield self.invalid("renderer.pool_size", fact, "Leave it out, or add a [[train.env]] or [[eval.env]].")
+
+    def _past_policy_problems(self) -> Iterator[InvalidValue]:
+        first = self.past_policy
+        if first is not None and self.client.base_url:
+            fact = "a teacher or a kl.reference of the run's own past is served by a server that the run starts"
+            fix = "Leave client.base_url out, so that the run starts its servers; or give a frozen model."
+            yield self.invalid("client.base_url", fact, fix)
+        for number, env in enumerate(self.train.env):
+            if any(past != first for past in self.algo_of(env).past_policies):
+                fact = "one server has the run's past policy, and algorithms refer to two different ones"
+                fix = "Give all the same teacher.every, or serve one as a frozen model."
+                yield InvalidValue(fact, key=f"train.env.{number}", value=env.name, fix=fix)
 
     def _batch_problems(self) -> Iterator[InvalidValue]:
         if self.batch_size is not None and self.token_batch_size is not None:

@@ -12,6 +12,7 @@ from headrace.config.base import Config
 from headrace.config.model import ModelConfig
 from headrace.config.registry import Alternative, Registry
 from headrace.errors import InvalidValue
+from headrace.rollout.version import past_step
 
 
 def _by_type(default: str, noun: str, known: str) -> Discriminator:
@@ -213,6 +214,20 @@ class ReferenceConfig(Config):
     """Take over the current parameters after each step that this divides; unset: the run's start is kept."""
 
 
+class PastWeightsConfig(Config):
+    """Published versions that a teacher of the run's own past scores with: they stay on disk while one may be needed,
+    also by a run that continues from a checkpoint."""
+
+    every: int = Field(ge=1)
+    """A version whose step this divides is a teacher's."""
+    max_async_level: int = Field(ge=0)
+    """Steps by which batches may be ahead of the trainer."""
+
+    def needed_after(self, step: int) -> range:
+        """Return the steps of the versions up to `step` that may score later batches."""
+        return range(past_step(step + 1, self.every, self.max_async_level), step + 1, self.every)
+
+
 class CheckpointConfig(Config):
     interval: int = Field(50, ge=1)
     """Steps between checkpoints; the last step always has one. A checkpoint is postponed while updates are skipped."""
@@ -357,6 +372,8 @@ class TrainerConfig(TrainingConfig):
     """Filled by algorithms with a `kl` whose reference is the run's own past."""
     kl_ratio: bool = False
     """Filled by algorithms with a `kl`: its `ratio`."""
+    past_weights: PastWeightsConfig | None = None
+    """Filled by algorithms whose `teacher` is the policy some steps ago."""
     router_replay: Literal["off", "record", "replay"] | None = None
     """What is done with the experts that the engine chose for each token. `replay`: the trainer's layers take the same
     ones, so that trainer and engine compute the same function; `record`: they are compared with the trainer's own

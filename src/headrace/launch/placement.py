@@ -14,6 +14,7 @@ from typing import Literal
 
 from headrace.config.base import ConfigError
 from headrace.launch.hosts.base import Host, HostRole
+from headrace.transport.endpoint import PAST_SERVER
 
 PARALLEL = "inference.vllm tensor_parallel_size * data_parallel_size"
 """The keys that make a server take several GPUs."""
@@ -41,8 +42,14 @@ class Needs:
     spare_nodes: int = 0
     has_servers: bool = True
     has_orchestrator: bool = True
+    has_past_server: bool = False
+    """One of the servers has the run's past policy, and does not sample."""
     port: int = 0
     """Server number n listens on port + n; 0: on any free port."""
+
+    @property
+    def least_servers(self) -> int:
+        return 1 + self.has_past_server
 
     @property
     def nodes(self) -> int:
@@ -161,6 +168,10 @@ def place(hosts: Sequence[Host], needs: Needs) -> Placement:
     else:
         placed = _place_trainer_on_one(active[0], needs)
     placement = Placement(tuple(hosts), tuple(placed))
+    if needs.has_servers and len(placement.servers) < needs.least_servers:
+        fact = "one server samples, and one has the run's past policy, for a teacher or a kl.reference"
+        fix = f"Raise it to {needs.least_servers} or more, with as many GPUs for inference if there are any."
+        raise ConfigError(fact, key="launch.inference_servers", value=len(placement.servers), fix=fix)
     return with_orchestrator(placement) if needs.has_orchestrator else placement
 
 
@@ -213,7 +224,7 @@ def _place_on_one(host: Host, needs: Needs) -> list[Place]:
     gpus, each, training = host.gpus, needs.gpus_per_server, needs.trainer_processes
     if not gpus:
         _refuse_gpus(needs)
-        servers = _servers([host] * (needs.inference_servers or 1), 0, needs)
+        servers = _servers([host] * (needs.inference_servers or needs.least_servers), 0, needs)
         return [*servers, Place("trainer", "trainer", host.name, (), training or 1)]
     if len(gpus) == 1:
         if each > 1:
@@ -221,7 +232,7 @@ def _place_on_one(host: Host, needs: Needs) -> list[Place]:
         if (training or 1) > 1 or (needs.inference_gpus or 1) > 1:
             fix = "Set trainer_processes and inference_gpus to 1, or leave them out."
             raise ConfigError("one GPU is visible, which trainer and inference share", key="launch", fix=fix)
-        shared = _servers([host] * (needs.inference_servers or 1), 0, needs)
+        shared = _servers([host] * (needs.inference_servers or needs.least_servers), 0, needs)
         return [*(replace(server, gpus=gpus) for server in shared), Place("trainer", "trainer", host.name, gpus)]
     if needs.inference_gpus:
         sampling = needs.inference_gpus
@@ -333,7 +344,7 @@ def _place_servers(hosts: Sequence[Host], needs: Needs) -> list[Place]:
         servers = needs.inference_servers or (needs.inference_gpus or 0) // each or sum(rooms)
     else:
         _refuse_gpus(needs)
-        servers = needs.inference_servers or len(hosts)
+        servers = needs.inference_servers or max(len(hosts), needs.least_servers)
         rooms = [servers] * len(hosts)
     if servers > sum(rooms):
         key, unit = ("inference_servers", 1) if needs.inference_servers else ("inference_gpus", each)
@@ -355,7 +366,8 @@ def _servers(hosts: Sequence[Host], each: int, needs: Needs) -> list[Place]:
     for number, host in enumerate(hosts):
         gpus = free_gpus(host, servers)[:each]
         port = needs.port and needs.port + number
-        servers.append(Place(server_name(number), "inference", host.name, gpus, port=port))
+        name = PAST_SERVER if needs.has_past_server and number == 1 else server_name(number)
+        servers.append(Place(name, "inference", host.name, gpus, port=port))
     return servers
 
 

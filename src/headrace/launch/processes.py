@@ -27,6 +27,7 @@ def needs_of(config: RunConfig | OfflineConfig) -> Needs:
         gpus_per_server=config.inference.gpus_per_server,
         has_servers=servers,
         has_orchestrator=servers or isinstance(config, RunConfig),
+        has_past_server=has_past_server(config),
         port=config.inference.port,
     )
 
@@ -34,6 +35,16 @@ def needs_of(config: RunConfig | OfflineConfig) -> Needs:
 def has_servers(config: RunConfig | OfflineConfig) -> bool:
     """Whether the run starts inference servers of its own."""
     return not config.orchestrator.client.base_url if isinstance(config, RunConfig) else config.evaluates
+
+
+def has_past_server(config: RunConfig | OfflineConfig) -> bool:
+    """Whether one of the run's servers has its past policy."""
+    return isinstance(config, RunConfig) and config.orchestrator.past_policy is not None
+
+
+def servers_at_least(config: RunConfig | OfflineConfig) -> int:
+    """Return the number of servers that a run has on a shared device."""
+    return config.launch.inference_servers or needs_of(config).least_servers
 
 
 def sharing_of(config: RunConfig | OfflineConfig, placement: Placement) -> Sharing | None:
@@ -65,7 +76,7 @@ def processes_of(
             again = [*argv, "--resume"]
         else:
             servers = len(config.orchestrator.client.base_url if isinstance(config, RunConfig) else ())
-            servers = len(placement.servers) or servers
+            servers = len(placement.servers) - has_past_server(config) or servers
             argv = _command("orchestrator", run, servers=servers if servers > 1 else None, sharing=sharing)
         group = TRAINER_GROUP if place.role == "trainer" and len(placement.trainer) > 1 else ""
         specs.append(

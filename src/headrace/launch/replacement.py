@@ -18,6 +18,7 @@ from headrace.launch.placement import (
     usable_hosts,
     with_orchestrator,
 )
+from headrace.transport.endpoint import PAST_SERVER
 
 
 def place_again(placement: Placement, hosts: Sequence[Host], needs: Needs) -> Placement:
@@ -37,7 +38,7 @@ def place_again(placement: Placement, hosts: Sequence[Host], needs: Needs) -> Pl
     for server in sorted([*lost, *placement.left_out], key=lambda server: server.number):
         moved = _find_room(server, usable, staying, len(server.gpus))
         (left_out if moved is None else staying).append(moved or server)
-    if needs.has_servers and not any(place.role == "inference" for place in staying):
+    if needs.has_servers and not any(place.role == "inference" and place.name != PAST_SERVER for place in staying):
         fact = f"no host that is left has {needs.gpus_per_server} idle GPUs for a server"
         raise ConfigError(fact, key="launch.spare_nodes", value=needs.spare_nodes, fix="Add a host.")
     again = Placement(tuple(hosts), _in_order(staying), tuple(left_out))
@@ -50,8 +51,10 @@ def scale(placement: Placement, hosts: Sequence[Host], needs: Needs, servers: in
     Servers without room are left out until a host has come, if they may wait for one, else an error.
     """
     kept = sorted(placement.servers, key=lambda server: server.number)[: max(0, servers)]
-    if not kept:
-        raise ConfigError("a run needs a server", key="--inference", value=servers, fix="Set it to at least 1.")
+    if len(kept) < needs.least_servers:
+        fact = "a run needs a server" + (", and one of its past policy" if needs.has_past_server else "")
+        fix = f"Set it to at least {needs.least_servers}."
+        raise ConfigError(fact, key="--inference", value=servers, fix=fix)
     first, staying = kept[0], [place for place in placement.places if place.role != "inference" or place in kept]
     left_out: list[Place] = []
     while len(kept) + len(left_out) < servers:

@@ -182,10 +182,11 @@ class _Planner:
             return 0  # evaluation beside the training
         orchestrator = self.config.orchestrator
         configured = orchestrator.max_inflight_rollouts
+        sampling = self.servers - (orchestrator.past_policy is not None)
         if configured != "auto":
-            return configured // self.servers
+            return configured // sampling
         batch = orchestrator.batch_size or 0
-        running = int((1 + orchestrator.max_async_level) * batch / (1 + INITIAL_QUEUE)) // self.servers
+        running = int((1 + orchestrator.max_async_level) * batch / (1 + INITIAL_QUEUE)) // sampling
         return 1 << max(0, running.bit_length() - 1)
 
     # GPU
@@ -346,6 +347,9 @@ class _Planner:
         versions = min(kept + 1, self.config.max_steps or 1) if publishes and not self.links else 0
         merged = self.trainer.lora is None or self.trainer.lora.save_merged
         during, at_end = kept_checkpoints(self.trainer)
+        if isinstance(self.config, RunConfig) and (past := self.config.trainer.past_weights) is not None:
+            # Of the current step and of each checkpoint: the last multiple, and those within max_async_level.
+            versions += (during + 1) * (1 + -(-past.max_async_level // past.every))
         size = self._checkpoint_bytes()
         training = (
             Part(f"{during} checkpoint{'s' * (during != 1)}", during * size),

@@ -17,6 +17,8 @@ from typing import NoReturn
 
 import msgspec
 
+from headrace.config.files import read_toml
+from headrace.config.trainer import PastWeightsConfig
 from headrace.launch.errors import BadRequest
 from headrace.observe.metrics import INCARNATIONS, Tail
 from headrace.transport.epochs import DRAFTS, EPOCHS, LAUNCHER_VAR, Held, is_held, newest_lease, take_epoch
@@ -228,6 +230,11 @@ def _fork(source: RunDir, target: RunDir, step: int) -> None:
                 file.write(msgspec.json.encode(record) + b"\n")
     if source.reference.is_dir():
         link_tree(source.reference, target.reference)
+    trainer = read_toml(source.config).get("trainer", {}) if source.config.is_file() else {}
+    if "past_weights" in trainer:
+        for version in map(source.weights.of_step, PastWeightsConfig(**trainer["past_weights"]).needed_after(step)):
+            if version is not None:
+                link_tree(source.weights.path(version), target.weights.path(version))
     if source.journal.is_file():
         from headrace.transport.journal import fork
 

@@ -19,7 +19,7 @@ from headrace.inference.client.openai_client import OpenAIError
 from headrace.launch.hosts.base import ProcessSpec
 from headrace.launch.process import Lifeline, Process
 from headrace.launch.run_directory import in_use, is_run
-from headrace.transport.endpoint import read_endpoints
+from headrace.transport.endpoint import is_past_server, read_endpoints
 from headrace.transport.run_dir import RunDir
 
 POLL_S = 0.2
@@ -60,7 +60,9 @@ def key_in(variable: str) -> str | None:
 
 def _find_live_server(run: RunDir) -> ChatClient | None:
     """Return a client of a server of the run; None if the run has ended. Raises `BadInput` while it starts."""
-    for endpoint in read_endpoints(run.endpoints).values():
+    for name, endpoint in read_endpoints(run.endpoints).items():
+        if is_past_server(name):
+            continue
         server = ChatClient(f"{endpoint.url}/v1", endpoint.api_key)
         try:
             server.models()

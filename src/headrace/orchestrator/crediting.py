@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,10 +24,12 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
 from headrace.inference.client.reference import FrozenModel, Generated, Reference, ReferenceFailed
 from headrace.inference.client.served_model import ServedModel, sampling_keys
-from headrace.inference.schema import Health, SamplingParams
+from headrace.inference.schema import Health, SamplingParams, Scores
+from headrace.rollout.version import Version, past_step
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import AlgorithmState
+from headrace.transport.weights import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +61,15 @@ class PolicyReference:
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
         try:
-            # Before queued requests: a whole batch waits for the score.
-            scores = await self._client.score([int(token) for token in token_ids], temperature, urgent=True)
+            scores = await self._score([int(token) for token in token_ids], temperature)
         except EngineCallError as error:
-            raise ReferenceFailed(f"the policy did not score a sequence of {len(token_ids)} tokens: {error}") from error
+            fact = f"{self.name} did not score a sequence of {len(token_ids)} tokens: {error}"
+            raise ReferenceFailed(fact) from error
         return np.array(scores.logprobs)
+
+    async def _score(self, token_ids: list[int], temperature: float) -> Scores:
+        # Before queued requests: a whole batch waits for the score.
+        return await self._client.score(token_ids, temperature, urgent=True)
 
     async def generate(
         self,
@@ -84,6 +92,58 @@ class PolicyReference:
         """Do nothing: the orchestrator closes the client."""
 
 
+class PastPolicy(PolicyReference):
+    """The policy of the run's own past, on a server of its own: at the start, or with `every` as `past_step` says.
+
+    Each score names the weights that it was computed with, so one of a server that was restarted is not used.
+    """
+
+    name = "the past policy"
+
+    def __init__(
+        self, client: EngineClient, weights: WeightStore, every: int | None = None, max_async_level: int = 0
+    ) -> None:
+        super().__init__(client)
+        self._weights, self._every, self._max_async_level = weights, every, max_async_level
+        self._step = 0
+        """The step of the version that scores."""
+        self._loaded: int | None = None
+        """The step of the version that the server has; None: not known."""
+        self._loading = asyncio.Lock()
+
+    def use_batch(self, step: int) -> None:
+        """Score the batch of this step from here on."""
+        if self._every is not None:
+            self._step = past_step(step, self._every, self._max_async_level)
+
+    async def generate(self, *arguments: Any, **options: Any) -> Generated:
+        raise ReferenceFailed(f"{self.name} only scores")
+
+    async def _score(self, token_ids: list[int], temperature: float) -> Scores:
+        while True:
+            await self._load()
+            scores = await super()._score(token_ids, temperature)
+            if scores.version is not None and scores.version.step == self._step:
+                return scores
+            self._loaded = None
+
+    async def _load(self) -> None:
+        """Have the server load the version, unless it has it."""
+        async with self._loading:
+            step = self._step
+            if self._loaded == step:
+                return
+            if any(Version.parse(health.version).step != step for health in await self._client.health()):
+                version = await asyncio.to_thread(self._weights.of_step, step)
+                if version is None:
+                    fact = f"the weights after step {step}, which score this batch, are no longer there"
+                    fix = "Restore them, or continue from an earlier checkpoint with --resume STEP."
+                    raise BadInput(fact, file=self._weights.directory, fix=fix)
+                await self._client.update_weights(self._weights.path(version), version)
+                log.info("%s is that after step %d", self.name, step)
+            self._loaded = step
+
+
 async def set_up_algorithms(
     config: OrchestratorConfig,
     policy: Reference,
@@ -92,6 +152,7 @@ async def set_up_algorithms(
     journal: Journal,
     stack: AsyncExitStack,
     notify: Callable[[str], None] = log.warning,
+    past: Reference | None = None,
 ) -> dict[str, Algorithm]:
     """Return an algorithm per training environment, with its state from the journal; the stack closes them."""
     assert config.seq_len is not None
@@ -99,7 +160,7 @@ async def set_up_algorithms(
     algorithms = {}
     for env in config.train.env:
         algo = config.algo_of(env)
-        algorithm = make_algorithm(algo, MakeContext(config.seq_len, frozen_model))
+        algorithm = make_algorithm(algo, MakeContext(config.seq_len, frozen_model, past))
         check_algorithm(env.name, algo, algorithm, renderer)
         temperature = config.train_temperature(env)
         host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)

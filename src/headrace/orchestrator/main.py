@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
+from functools import partial
 
 from headrace.config.headers import find_invalid_header
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig
@@ -20,7 +21,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.machine import frozen_gc
 from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.commits import Commits
-from headrace.orchestrator.crediting import PolicyReference, open_sources, set_up_algorithms
+from headrace.orchestrator.crediting import PastPolicy, PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.event_loop import watch_loop
 from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
@@ -85,7 +86,8 @@ async def _run(
                     journal.reopen()  # an interrupted step is repeated from its beginning, so the result is the same
                 Commits(run, journal, config.keep_rollouts).delete_uncommitted()
             timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
-            client = EngineClient(
+            connect = partial(
+                EngineClient,
                 config.client.base_url or run.endpoints,
                 timeout=timeout,
                 retry_for=retry_for,
@@ -93,10 +95,17 @@ async def _run(
                 admin_key=_key(config.client.admin_key_var),
                 keys_file=config.client.keys_file,
             )
+            client = connect()
             stack.push_async_callback(client.close)
+            past = None
+            if config.past_policy is not None:
+                past_client = connect(past=True)
+                stack.push_async_callback(past_client.close)
+                every = None if config.past_policy == "start" else config.past_policy.every
+                past = PastPolicy(past_client, run.weights, every, config.max_async_level)
             # First, because it is quick: a missing teacher is reported before the long wait for the servers.
             reference = PolicyReference(client)
-            setup = set_up_algorithms(config, reference, renderer, tokenizer, journal, stack, status.notify)
+            setup = set_up_algorithms(config, reference, renderer, tokenizer, journal, stack, status.notify, past)
             algorithms = await wait_for(setup, "an answer", "the models that the algorithms refer to", status)
             opening = open_sources(config, stack)
             sources = await wait_for(opening, "an answer", "the models that episodes are sampled from", status)
@@ -106,9 +115,12 @@ async def _run(
             name = "the inference server" if servers == 1 else f"{servers} inference servers"
             engines = await wait_for(ready, "an answer", name, status)
             reference.check_engines(engines)
+            if past is not None:
+                ready = past_client.wait_ready(config.client.start_timeout)
+                past.check_engines(await wait_for(ready, "an answer", "the server of the past policy", status))
             watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
             await watcher.synchronize()
-            policy = Policy(client, engines, watcher, tokenizer, renderer, shares_device)
+            policy = Policy(client, engines, watcher, tokenizer, renderer, shares_device, past)
             orchestrator = wire(config, run, status, journal, environments, policy, algorithms, sources)
         except asyncio.CancelledError:
             log.info("stopped before the run began")

@@ -398,6 +398,7 @@ class Pipeline:
         # Groups ship in the order of their credit, like commits; at level 0 the rest is dropped right after.
         self._current = self.train_buffer.take_batch(drawn_first=self._capacity.in_waves)
         if self._current is not None:
+            self._current.step = self.step
             self._actions.append(signals.ProcessBatch(self._current))
 
     def _on_batch(self, batch: TrainBatch) -> None:

@@ -29,6 +29,7 @@ from headrace.errors import Failure
 from headrace.inference.client.reference import ReferenceFailed
 from headrace.observe import tracing
 from headrace.orchestrator.batch_metrics import epoch_metrics
+from headrace.orchestrator.crediting import PastPolicy
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
 from headrace.rollout.checks import INVALID_REWARD, INVALID_ROLLOUT, check_rollout
@@ -145,8 +146,10 @@ class TrainProcessing:
         gates: Mapping[str, Gate | None] = MappingProxyType({}),
         *,
         in_order: bool = False,
+        past: PastPolicy | None = None,
     ) -> None:
         self._algorithms = algorithms
+        self._past = past
         self._group_scorer = GroupScorer(environments, timeouts)
         self._pre_filters = pre_filters
         self._post_filters = post_filters
@@ -223,6 +226,8 @@ class TrainProcessing:
         started = time.monotonic()
         survivors: list[Survivor] = []
         by_env: dict[str, list[Survivor]] = {}
+        if self._past is not None:
+            self._past.use_batch(batch.step)
         try:
             for group in batch.groups:
                 kept, dropped = _apply(self._post_filters, group.rollouts, "filters", batch.filter_hits)

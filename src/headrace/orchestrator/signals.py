@@ -102,6 +102,7 @@ class TrainBatch(msgspec.Struct, eq=False):
     """The groups of one step. Processing fills in which of their rollouts are kept."""
 
     groups: list[ScoredGroup]
+    step: int = 0
     kept: list[Rollout] = msgspec.field(default_factory=list)
     dropped: list[tuple[Rollout, str]] = msgspec.field(default_factory=list)
     filter_hits: dict[str, int] = msgspec.field(default_factory=dict)

@@ -9,6 +9,7 @@ import msgspec
 from renderers.base import Renderer
 
 from headrace.algorithms.base import Algorithm
+from headrace.config.model import PastPolicyConfig
 from headrace.config.orchestrator import EnvConfig, OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
@@ -18,6 +19,7 @@ from headrace.inference.schema import Health, LatentParams
 from headrace.observe.metrics import History, Tail
 from headrace.observe.status import Status
 from headrace.orchestrator.concurrency import Concurrency, initial_limit
+from headrace.orchestrator.crediting import PastPolicy
 from headrace.orchestrator.dispatcher import ContextFactory, EpisodeRunner
 from headrace.orchestrator.drift import PROBE_TIMEOUT_S, PROBE_TIMEOUT_SHARED_S, Drift
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
@@ -56,6 +58,7 @@ class Policy(msgspec.Struct):
     renderer: Renderer
     shares_device: bool = False
     """Whether the engines pause while the trainer computes."""
+    past: PastPolicy | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -83,7 +86,7 @@ def wire(
         kind: {name: environment for (slot, name), (_, environment, _) in environments.items() if slot is kind}
         for kind in Kind
     }
-    processing = _train_processing(config, algorithms, by_kind[Kind.TRAIN], policy.tokenizer.vocab_size)
+    processing = _train_processing(config, algorithms, by_kind[Kind.TRAIN], policy)
     eval_processing = EvalProcessing(by_kind[Kind.EVAL], {env.name: env.timeout for env in config.eval.env})
     settings, concurrency = _settings(config, environments, policy, frozenset(sources))
     train_entries = [train_tasks(config, env, environments[Kind.TRAIN, env.name][2]) for env in config.train.env]
@@ -133,11 +136,11 @@ def _train_processing(
     config: OrchestratorConfig,
     algorithms: Mapping[str, Algorithm],
     environments: Mapping[str, Environment],
-    vocab_size: int,
+    policy: Policy,
 ) -> TrainProcessing:
     assert config.seq_len is not None
     pre_filters, post_filters = (
-        [Filter(entry.label, entry.make_test(vocab_size), entry.enforce) for entry in entries]
+        [Filter(entry.label, entry.make_test(policy.tokenizer.vocab_size), entry.enforce) for entry in entries]
         for entries in (config.pre_batch_filters, config.post_batch_filters)
     )
     return TrainProcessing(
@@ -149,6 +152,7 @@ def _train_processing(
         {env.name: env.timeout for env in config.train.env},
         {env.name: gate.make() for env in config.train.env if (gate := config.curriculum_of(env).gate) is not None},
         in_order=config.max_async_level == 0,
+        past=policy.past,
     )
 
 
@@ -318,6 +322,8 @@ def _training_line(config: OrchestratorConfig, env: TrainEnvConfig, tasks: int, 
     teacher = algo.sampling_source or getattr(algo, "teacher", None)
     if isinstance(teacher, str):
         parts.append(f"teacher the {teacher}")
+    elif isinstance(teacher, PastPolicyConfig):
+        parts.append(f"teacher the policy after the last step that {teacher.every} divides")
     elif teacher is not None:
         parts.append(f"teacher {teacher.name} at {', '.join(teacher.base_url)}")
     return f"training on {env.name}: {'; '.join(parts)}"

@@ -36,3 +36,9 @@ def staleness(batch_step: int, oldest_version: int) -> int:
 def may_ship(batch_step: int, policy_version: int, max_async_level: int) -> bool:
     """Whether batch `batch_step` may leave while the engine still samples from `policy_version`."""
     return policy_version >= batch_step - 1 - max_async_level
+
+
+def past_step(batch_step: int, every: int, max_async_level: int) -> int:
+    """Return the step of the past policy of batch `batch_step`: the last that `every` divides of those that are
+    published whenever the batch may ship."""
+    return max(0, batch_step - 1 - max_async_level) // every * every

@@ -13,10 +13,10 @@ from headrace.config.base import Config, Origins, Tree, sections_at
 from headrace.config.environments import EnvironmentsConfig
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.model import MODEL_ORIGINS, ModelConfig
+from headrace.config.model import MODEL_ORIGINS, ModelConfig, PastPolicyConfig
 from headrace.config.monitors import OtelConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
-from headrace.config.trainer import ReferenceConfig, TrainerConfig
+from headrace.config.trainer import PastWeightsConfig, ReferenceConfig, TrainerConfig
 from headrace.errors import InvalidValue, shown_value
 from headrace.runfile.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
 from headrace.runfile.reading import value_at
@@ -177,7 +177,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _trainer_keeps_reference(self) -> RunConfig:
-        """Have the trainer keep the weights that algorithms with a KL penalty refer to; it has one copy."""
+        """Have the trainer keep the weights of penalties, of which it has one copy, and of teachers."""
         needed: ReferenceConfig | None = None
         ratio: bool | None = None
         for env in self.orchestrator.train.env:
@@ -199,6 +199,10 @@ class RunConfig(Config):
                 )
             needed = own or needed
         filled: dict[str, Any] = {} if needed is None else {"reference": needed}
+        if isinstance(past := self.orchestrator.past_policy, PastPolicyConfig):
+            filled["past_weights"] = PastWeightsConfig(
+                every=past.every, max_async_level=self.orchestrator.max_async_level
+            )
         if ratio is not None:
             filled["kl_ratio"] = ratio
         if any(getattr(self.trainer, key) != value for key, value in filled.items()):

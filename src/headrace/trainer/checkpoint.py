@@ -132,6 +132,12 @@ class Checkpoints:
                 self._deletions.pop().result()
         return step
 
+    def steps(self) -> list[int]:
+        """Return the steps that a run may continue from, with that of the checkpoint that is being written."""
+        saved = [*complete(self.directory), *complete(self.directory / PERMANENT)]
+        steps = [int(path.name.removeprefix("step-")) for path in saved] or [0]
+        return steps if self._unfinished is None else [*steps, self._unfinished[0]]
+
     def _complete(self, draft: Path, marker: CheckpointMarker) -> None:
         """Publish a draft atomically; then delete all but the newest `keep_last`."""
         step = marker.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 
 from headrace.inference.weights.errors import WeightsError
@@ -30,7 +31,8 @@ class Publisher:
 
     `host` and `port`: address of the first rank for engines over the link; without a host, versions are files. Adapters
     are always files: they are small. `shared`: engines are on this GPU; the memory shared with them is allocated at
-    once, so that the memory plan, made later, accounts for it.
+    once, so that the memory plan, made later, accounts for it. `lasting_every`: versions whose step this divides are
+    files on disk, whatever happens to this process.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Publisher:
         port: int = 0,
         carrier: CarrierSetting = "auto",
         shared: bool = False,
+        lasting_every: int | None = None,
     ) -> None:
-        self._weights, self._model = weights, model
+        self._weights, self._model, self._lasting_every = weights, model, lasting_every
         self._first = model.ranks.first
         if model.adapter is not None:
             host = None
@@ -71,18 +74,23 @@ class Publisher:
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Publish the current weights as `version`; `lasting`: as files, available after this process has ended."""
-        if self._linked and not lasting:
+        durable = self.must_last(version)
+        if self._linked and not (lasting or durable):
             self._offer(version)
         elif self._first:
-            self._weights.publish(version, self._model.save_for_engine)
+            self._weights.publish(version, self._model.save_for_engine, durable=durable)
         else:
             self._model.save_for_engine(self._weights.draft(version))
 
-    def retire(self, keep_last: int) -> None:
+    def must_last(self, version: Version) -> bool:
+        """Whether a version may be needed long after it was published."""
+        return self._lasting_every is not None and version.step % self._lasting_every == 0
+
+    def retire(self, keep_last: int, kept_steps: Collection[int] = ()) -> None:
         """Delete versions that no engine needs any more."""
         if not self._first:
             return
-        self._weights.retire(keep_last)
+        self._weights.retire(keep_last, kept_steps)
         if self._sender is not None:
             self._sender.keep(self._weights.published())
 
@@ -117,7 +125,7 @@ class Publisher:
 
 
 def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
-    """After a restart, choose a new incarnation and publish the loaded version under it."""
+    """After a restart, choose a new incarnation and publish the loaded version under it; before, if it must last."""
     published = run.weights.published() if learner.ranks.first else []
     seen = [version.incarnation for version in published]
     if not resuming and seen:
@@ -130,6 +138,8 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
         seen.append(acknowledged.incarnation)
     incarnation = learner.ranks.most(1 + max(seen, default=-1))
     if not incarnation:
+        if publisher.must_last(learner.version):
+            publisher.publish(learner.version)
         return
     learner.state.incarnation = incarnation
     if learner.ranks.first:

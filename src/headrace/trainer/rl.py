@@ -73,8 +73,15 @@ class RlTrainer:
         weights, on_gpu = config.weights, learner.model.device.type == "cuda"
         linked = engines is not None and on_gpu if weights.transport == "auto" else weights.transport == "link"
         host, shared = weights.host if linked else None, engines is not None
+        past = config.past_weights
         self.publisher = Publisher(
-            run.weights, learner.model, host=host, port=weights.port, carrier=weights.carrier, shared=shared
+            run.weights,
+            learner.model,
+            host=host,
+            port=weights.port,
+            carrier=weights.carrier,
+            shared=shared,
+            lasting_every=None if past is None else past.every,
         )
         if embedded:
             self.publisher.check_embedded()
@@ -184,7 +191,7 @@ class RlTrainer:
                 self.watch.lap("time/probe")
             if step < learner.max_steps:
                 self.publisher.publish(learner.version)
-                self.publisher.retire(self.config.keep_weights)
+                self._retire_weights()
                 self.watch.lap("time/publish")
         return result
 
@@ -220,7 +227,13 @@ class RlTrainer:
         if step == learner.max_steps:  # after its checkpoint: the final version implies that the run is saved
             self._finish_checkpoint(wait=True)
             self.publisher.publish(learner.version, lasting=True)
-            self.publisher.retire(self.config.keep_weights)
+            self._retire_weights()
+
+    def _retire_weights(self) -> None:
+        """Delete published versions that neither this run nor one that continues from a checkpoint needs."""
+        past, steps = self.config.past_weights, (self.learner.state.step, *self.learner.checkpoints.steps())
+        kept = () if past is None else {needed for step in steps for needed in past.needed_after(step)}
+        self.publisher.retire(self.config.keep_weights, kept)
 
     def _finish_checkpoint(self, *, wait: bool) -> None:
         """Delete the batches that a complete checkpoint covers."""

@@ -19,6 +19,9 @@ from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.transport.announcements import announce, names, withdraw
 from headrace.transport.files import write_atomically
 
+PAST_SERVER = "past-1"
+"""The server that scores with the run's past policy, in a run that has one; the others sample."""
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     url: str
@@ -71,6 +74,11 @@ class EndpointReader:
                 elif (endpoint := read_endpoint(path)) is not None:
                     self._known[name] = (written, endpoint)
         return {name.removesuffix(".json"): endpoint for name, (_, endpoint) in self._known.items()}
+
+
+def is_past_server(name: str) -> bool:
+    """Whether an endpoint, by the name of its file, is that of the run's past policy."""
+    return name.partition(".")[0] == PAST_SERVER
 
 
 def withdraw_endpoints(directory: Path, server: str) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,8 +77,8 @@ class WeightStore:
         """Return the path where a version is written before it is published."""
         return draft_of(self.path(version))
 
-    def publish(self, version: Version, write: Callable[[Path], None]) -> WeightsMarker:
-        """Call `write` on a directory, then publish it atomically as `version`."""
+    def publish(self, version: Version, write: Callable[[Path], None], *, durable: bool = False) -> WeightsMarker:
+        """Call `write` on a directory, then publish it atomically as `version`; `durable`: on disk at the return."""
 
         def fill(draft: Path) -> None:
             write(draft)
@@ -86,9 +86,9 @@ class WeightStore:
             marker = WeightsMarker(version.incarnation, version.step, checksum(draft))
             (draft / MARKER).write_bytes(seal(marker))
 
-        # Not durable: after a power loss the trainer publishes its checkpoint's version again, and an engine refuses
-        # files that do not match the marker's checksum.
-        write_directory(self.path(version), fill, durable=False)
+        # Most need not be durable: after a power loss the trainer publishes its checkpoint's version again, and an
+        # engine refuses files that do not match the marker's checksum.
+        write_directory(self.path(version), fill, durable=durable)
         announce(self.path(version))
         return read_marker(self.path(version))
 
@@ -140,13 +140,18 @@ class WeightStore:
         acknowledged = self.acknowledged()
         return [version for version in self.published() if acknowledged is None or version > acknowledged]
 
-    def retire(self, keep_last: int) -> None:
-        """Delete versions older than the acknowledged one, except the newest `keep_last`."""
+    def of_step(self, step: int) -> Version | None:
+        """Return the newest published version of a step."""
+        return max((version for version in self.published() if version.step == step), default=None)
+
+    def retire(self, keep_last: int, kept_steps: Collection[int] = ()) -> None:
+        """Delete versions older than the acknowledged one, except the newest `keep_last` and those of `kept_steps`."""
         acknowledged = self.acknowledged()
         if acknowledged is None:
             return
+        kept = {self.of_step(step) for step in kept_steps}
         for version in self.published()[:-keep_last]:
-            if version < acknowledged:
+            if version < acknowledged and version not in kept:
                 self._delete(version)
 
 

@@ -50,7 +50,7 @@ from headrace.inference.schema import (
 from headrace.observe import tracing
 from headrace.rollout.schema import SCHEMA
 from headrace.rollout.version import Version
-from headrace.transport.endpoint import Endpoint, EndpointReader
+from headrace.transport.endpoint import Endpoint, EndpointReader, is_past_server
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -88,8 +88,10 @@ class EngineClient:
         api_key: str | None = None,
         admin_key: str | None = None,
         keys_file: Path | None = None,
+        past: bool = False,
     ) -> None:
-        self._endpoints = _endpoint_source(engines, api_key, admin_key, keys_file)
+        """`past`: of a run's endpoints, take that of its past policy instead of those that sample."""
+        self._endpoints = _endpoint_source(engines, api_key, admin_key, keys_file, past)
         self._endpoints_read_at = -math.inf
         self._next_poll_at = -math.inf
         self._polling: asyncio.Task[object] | None = None
@@ -415,12 +417,13 @@ def _endpoint_source(
     api_key: str | None,
     admin_key: str | None,
     keys_file: Path | None,
+    past: bool,
 ) -> Callable[[], Iterable[Endpoint]]:
     if isinstance(engines, str):
         raise TypeError(f"engines must be a list of URLs, not the string {engines!r}")
     if isinstance(engines, Path):
         reader = EndpointReader(engines)
-        return lambda: reader.read().values()
+        return lambda: [endpoint for name, endpoint in reader.read().items() if is_past_server(name) == past]
     urls = engines if callable(engines) else lambda: engines
 
     fixed = KeysInFile((api_key,) if api_key else (), (admin_key,) if admin_key else ())

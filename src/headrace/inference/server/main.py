@@ -34,6 +34,7 @@ from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.blocking import in_daemon_thread
 from headrace.transport.endpoint import (
+    PAST_SERVER,
     Endpoint,
     new_endpoint_path,
     withdraw_endpoint,
@@ -152,7 +153,7 @@ class _EngineServer:
             if started is None:
                 return None
             backend, chat = started
-            if run is not None:
+            if run is not None and (self.status is None or self.status.current.process != PAST_SERVER):
                 await _unless(stop, _catch_up(backend, run))
             max_body = round(self.config.max_body_mb * 2**20)
             root = self.config.served_name or name
