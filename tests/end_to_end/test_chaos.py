@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from headrace.algorithms.rae import Rae
 from headrace.launch.saved_config import read_run
-from headrace.orchestrator.audit import replay_state
+from headrace.orchestrator.audit import states_before
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
@@ -100,7 +100,9 @@ def the_prompts_are_those_of_an_uninterrupted_run(journal: Journal) -> None:
 
 
 def the_algorithm_is_where_a_replay_puts_it(journal: Journal) -> None:
-    replayed = asyncio.run(replay_state(journal, "stateful", Rae(decay=0.9)))
+    algorithm = Rae(decay=0.9)
+    asyncio.run(states_before(journal, "stateful", algorithm))
+    replayed = algorithm.state()
     assert msgspec.json.decode(journal.algorithm_states()["stateful"].json) == replayed
     assert replayed.keys() == {"player_0", "player_1"}
 

@@ -16,7 +16,6 @@ import numpy as np
 from headrace.api.run import Run
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
-from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.openai_client import OpenAIClient
 from headrace.inference.client.reference import ScoreRoute, prompt_scores
 from headrace.launch.server_target import KEY_VAR, find_server, start_server
@@ -75,7 +74,8 @@ class Model:
         else:
             options = [f"--{key}={value}" for key, value in inference.items()]
             server = self._stack.enter_context(start_server(name, options, lambda: nullcontext(lambda message: None)))
-        self._client = _client_of(server)
+        headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
+        self._client = OpenAIClient(server.base_url, server.models()[0].id, timeout=REPLY_TIMEOUT_S, headers=headers)
 
     def sample(
         self,
@@ -178,11 +178,6 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         return run_loop(work)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run_loop, work).result()
-
-
-def _client_of(server: ChatClient) -> OpenAIClient:
-    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    return OpenAIClient(server.base_url, server.models()[0].id, timeout=REPLY_TIMEOUT_S, headers=headers)
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

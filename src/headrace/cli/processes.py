@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import NoReturn
 
 from headrace.cli.common import add_resume
 from headrace.cli.main import explain
@@ -134,15 +133,11 @@ def run_orchestrator(arguments: argparse.Namespace) -> int:
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join(CANCEL_GRACE_S)
             if thread.is_alive():
-                _exit_at_once(code)
+                # User code left it behind, and everything that matters is on disk.
+                logging.shutdown()
+                sys.stdout.flush()
+                os._exit(code)
     return code
-
-
-def _exit_at_once(code: int) -> NoReturn:
-    """Exit without waiting for threads that user code left behind; everything that matters is on disk."""
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def configure_trainer(parser: argparse.ArgumentParser) -> None:

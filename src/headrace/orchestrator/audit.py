@@ -82,14 +82,6 @@ def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
         yield f"the steps through {journal.covered()} count as trained, but no checkpoint covers step {covered + 1}"
 
 
-async def replay_state(journal: Journal, env: str, algorithm: Algorithm) -> Any:
-    """Return the state of a new algorithm after every credit of its environment in the journal."""
-    for _, credited, rewards in journal.credits():
-        if credited == env:
-            await _credit(algorithm, env, rewards)
-    return algorithm.state()
-
-
 async def states_before(journal: Journal, env: str, algorithm: Algorithm) -> dict[int, Any]:
     """Return the state of a new algorithm before the credit of each draw."""
     states = {}

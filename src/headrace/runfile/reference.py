@@ -68,18 +68,13 @@ class _File:
         """Yield the section at a key, then those within it that are not on the page yet."""
         keys = children(self._root, key) if key else list(self._root.model_fields)
         inner = [k for k in keys if self._sections(k)]
-        new = [k for k in inner if self._is_first(k)]
+        new = [k for k in inner if self._headings.setdefault(self._sections(k), self._heading(k)) == self._heading(k)]
         yield "\n".join([f"### {self._heading(key)}", "", *self._about(key), *self._types(key), *self._table(keys)])
         for child in new:
             yield from self.parts(child)
 
     def _sections(self, key: str) -> Sections:
         return tuple(sections_at(self._root, key.split(".")))
-
-    def _is_first(self, key: str) -> bool:
-        """Return whether this is the first place of the section."""
-        heading = self._heading(key)
-        return self._headings.setdefault(self._sections(key), heading) == heading
 
     def _heading(self, key: str) -> str:
         if not key:

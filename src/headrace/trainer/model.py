@@ -269,7 +269,8 @@ class PackedModel:
             tokens = max(self._longest, min(MAX_ROW_TOKENS, MAX_CPU_ACTIVATION_BYTES // bytes_per_token))
             return MemoryPlan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
         sizes = ModelSizes(**self._sizes, compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
-        if not self._expert_sizes:  # the gradient of frozen experts needs no inputs
+        experts = [p.numel() for p in self.module.parameters() if p.ndim == 3 and p.requires_grad]
+        if not experts:  # the gradient of frozen experts needs no inputs
             sizes = replace(sizes, experts_per_token=0)
         limit = self._memory
         if limit is None:
@@ -279,7 +280,11 @@ class PackedModel:
                 available = min(available, total - self._engines.reserved_bytes(self.module.num_parameters(), total))
             limit = int(USED_SHARE_OF_FREE * available)
         limit = -self.ranks.most(-limit)
-        state = self._state // self.ranks.size + self._expert_copies()
+        compute_bytes = self.dtype.itemsize
+        # Trained experts in the compute type, and the largest gradient of a stack before it is added.
+        copies = 0 if self.compiles or self.dtype == torch.float32 else compute_bytes * sum(experts)
+        copies += (4 + 2 * compute_bytes) * max(experts, default=0)
+        state = self._state // self.ranks.size + copies
         learns = self.module.get_output_embeddings().weight.requires_grad
         plan = make_memory_plan(
             sizes, limit, state=state, chunk=self._chunk, longest=self._longest, mode=choice, head_learns=learns
@@ -287,17 +292,6 @@ class PackedModel:
         if plan.bytes > limit:
             log.warning("a step may not fit into its %.1f GiB: %s", limit / 2**30, plan)
         return plan
-
-    @property
-    def _expert_sizes(self) -> list[int]:
-        """The numbers of trained parameters in each stack of experts."""
-        return [p.numel() for p in self.module.parameters() if p.ndim == 3 and p.requires_grad]
-
-    def _expert_copies(self) -> int:
-        """Return the bytes of trained experts in the compute type, and of the largest gradient before it is added."""
-        sizes = self._expert_sizes
-        kept = 0 if self.compiles or self.dtype == torch.float32 else self.dtype.itemsize * sum(sizes)
-        return kept + (4 + 2 * self.dtype.itemsize) * max(sizes, default=0)
 
     def _check_packing(self) -> None:
         """Raise unless packed sequences with a shared prefix give the logits of separate forward passes."""

@@ -78,7 +78,11 @@ class Hackable(SingleTurn):
         progress = Progress(step, self._epochs(step))
         metrics, roles = self._objective.at(progress).metrics(), self._objective.roles()
         lengths = self._lengths(samples, completions)
-        scored = await self._scorer.score(samples, completions, progress, [trace_of(rollout) for rollout in rollouts])
+        last_turns = [rollout.turns[-1] if rollout.turns else None for rollout in rollouts]
+        traces = [
+            NO_TRACE if turn is None else Trace(turn.completion_ids, turn.logprobs, turn.latents) for turn in last_turns
+        ]
+        scored = await self._scorer.score(samples, completions, progress, traces)
         for rollout, result, length in zip(rollouts, scored, lengths, strict=True):
             by_role = {role: result.scores[name] for role, name in roles.items() if name in result.scores}
             rollout.metrics = {**rollout.metrics, **result.scores, **by_role, **length, **metrics}
@@ -131,14 +135,6 @@ class Hackable(SingleTurn):
             {name: float(length) for name, column in columns.items() if (length := column[index]) is not None}
             for index in range(len(samples))
         ]
-
-
-def trace_of(rollout: Rollout) -> Trace:
-    """Return how the only completion of a rollout was sampled."""
-    if not rollout.turns:
-        return NO_TRACE
-    turn = rollout.turns[-1]
-    return Trace(turn.completion_ids, turn.logprobs, turn.latents)
 
 
 def newest_version(rollouts: Iterable[Rollout]) -> int:

@@ -73,7 +73,11 @@ class ProposerSolver(Drawn):
         problem = None if reply is None or reply.truncated else self._proposed(reply.text, task)
         if problem is None:
             return [proposer.rollout({"learnable": 0.0, "valid": 0.0}, {"invalid": 1.0})]
-        solvers = [Chat(context, self._question(problem), agent="solver", max_turns=1) for _ in range(self.num_solvers)]
+        expression = ("" if self.terse else " ").join(map(str, problem))
+        question = f"What is {expression}? Write the number between <answer> and </answer>."
+        if self.terse:
+            question = f"{expression}="
+        solvers = [Chat(context, question, agent="solver", max_turns=1) for _ in range(self.num_solvers)]
         answers = [text if self.terse else tagged(text, "answer") or "" for text in await _replies(solvers)]
         right = [float(answer.strip() == str(_value(problem))) for answer in answers]
         share = sum(right) / len(right)
@@ -108,12 +112,6 @@ class ProposerSolver(Drawn):
             f"between them, one of which is {number}. Others will try to solve it, and the best one is solved by half "
             f"of them. Write it between <problem> and </problem>."
         )
-
-    def _question(self, problem: Problem) -> str:
-        left, operator, right = problem
-        if self.terse:
-            return f"{left}{operator}{right}="
-        return f"What is {left} {operator} {right}? Write the number between <answer> and </answer>."
 
     def _proposal(self, task: Task, other: int) -> str:
         problem = f"{task.data['number']}{task.data['operator']}{other}"

@@ -93,6 +93,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
                 refuse_unsupported(body)
         sampling = {name: getattr(self, name) for name in SamplingRequest.__struct_fields__}
         sampling["max_tokens"] = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        wanted = None if self.text is None else self.text.format
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return ChatRequest(
             **sampling,
@@ -103,13 +104,8 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
             tool_choice=self.tool_choice,
             logprobs=LOGPROBS in (self.include or []) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
-            response_format=self._response_format(),
+            response_format=None if wanted is None else ResponseFormat(wanted.type, JsonSchema(wanted.schema)),
         )
-
-    def _response_format(self) -> ResponseFormat | None:
-        if self.text is None or self.text.format is None:
-            return None
-        return ResponseFormat(self.text.format.type, JsonSchema(self.text.format.schema))
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:

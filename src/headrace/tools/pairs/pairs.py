@@ -57,19 +57,14 @@ def make_pairs(files: RolloutFiles, steps: Sequence[int], choice: Choice) -> Pai
             if choice.env is not None and row["env"] != choice.env:
                 continue
             rollouts += 1
-            if (reason := _unusable(row)) is not None:
-                left_out[reason] += 1
+            failed = row["error_reason"] is not None or row["reward"] is None
+            if failed or not row["trainable"]:
+                left_out["failed" if failed else "not of the trained agent"] += 1
                 continue
             row["messages"] = json.loads(row["messages"])
             groups.setdefault((row["env"], row["group_id"], row["task_key"], row["agent"]), []).append(row)
     rows = [pair for group in groups.values() for pair in _pairs_of(group, choice, left_out)]
     return Pairs(rows, len(groups), rollouts, left_out)
-
-
-def _unusable(row: Row) -> str | None:
-    if row["error_reason"] is not None or row["reward"] is None:
-        return "failed"
-    return None if row["trainable"] else "not of the trained agent"
 
 
 def _pairs_of(group: list[Row], choice: Choice, left_out: Counter[str]) -> Iterator[Row]:
@@ -119,14 +114,10 @@ def add_tools(rows: Sequence[Row], environments: Sequence[EnvConfig]) -> Iterato
             tasks = [task for task in tasks_of(environment, entry.name) if task.key in keys]
             tools = first_tools(environment, tasks)
         except NoModelCall as error:
-            if any(_calls_tools(row) for row in own):
+            messages = [each for row in own for part in ("prompt", "chosen", "rejected") for each in row[part]]
+            if any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
                 yield f"pairs of {entry.name} have no tools: {error}"
             continue
         for row in own:
             if found := tools.get(row["task_key"]):
                 row["tools"] = found
-
-
-def _calls_tools(row: Row) -> bool:
-    messages = [*row["prompt"], *row["chosen"], *row["rejected"]]
-    return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)

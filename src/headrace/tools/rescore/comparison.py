@@ -123,6 +123,7 @@ class Collector:
         rewards, tokens = self._table[:, :2].T
         both = ~np.isnan(self.advantages).any(axis=1)
         then, now = self.advantages[both].T
+        both_vary = len(then) > 1 and bool(np.ptp(then) and np.ptp(now))
         trains = self._table[:, 6:] > 0
         changed = int((trains[:, 0] != trains[:, 1]).sum())
         envs = np.array([env for _, env in self._names])
@@ -134,7 +135,7 @@ class Collector:
             same=self._largest_difference <= MAX_ROUNDING and not changed,
             largest_difference=self._largest_difference,
             changed_sides=changed,
-            correlation=_correlation(then, now),
+            correlation=float(np.corrcoef(then, now)[0, 1]) if both_vary else None,
             same_sign=float(np.mean(np.sign(then) == np.sign(now))) if both.any() else None,
             by_environment=self._shares((str(name), envs == name) for name in np.unique(envs)),
             by_length=self._shares(split_in_quarters(tokens, "{:,.0f}")),
@@ -222,9 +223,3 @@ def _credit(sample: Sample) -> np.ndarray:
 def _absolute_sum(rollout: Rollout) -> float:
     credit = (s.streams["advantages"][s.mask] for s in rollout.samples if "advantages" in s.streams)
     return float(sum(np.abs(values.astype(np.float64)).sum() for values in credit))
-
-
-def _correlation(then: np.ndarray, now: np.ndarray) -> float | None:
-    if len(then) < 2 or not (np.ptp(then) and np.ptp(now)):
-        return None
-    return float(np.corrcoef(then, now)[0, 1])

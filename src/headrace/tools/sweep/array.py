@@ -25,7 +25,10 @@ def array_script(jobs: Sequence[Job], directory: Path, parallel: int | Literal["
     size = JobSize(needs_of(jobs[0].config).nodes, launch.gpus_per_node)
     limit = "" if parallel == "auto" else f"%{parallel}"
     logs = directory.resolve() / "logs"
-    cases = "".join(_case(number, job) for number, job in enumerate(jobs))
+    cases = ""
+    for number, job in enumerate(jobs):
+        words = shlex.join([*job.words, *override_words({"inference.port": 0})])  # tasks may share a host
+        cases += f"  {number}) run={shlex.quote(str(job.directory.resolve()))}; set -- {words} ;;\n"
     commands = (
         f"case $SLURM_ARRAY_TASK_ID in\n{cases}esac\n"
         '[ ! -e "$run/config.toml" ] || set -- "$@" --resume\n'
@@ -33,9 +36,3 @@ def array_script(jobs: Sequence[Job], directory: Path, parallel: int | Literal["
     )
     array = [f"--array=0-{len(jobs) - 1}{limit}"]
     return batch_script(launch.slurm, f"headrace-{directory.name}", logs / "slurm-%a.log", size, commands, array)
-
-
-def _case(number: int, job: Job) -> str:
-    any_port = override_words({"inference.port": 0})  # tasks may share a host
-    words = shlex.join([*job.words, *any_port])
-    return f"  {number}) run={shlex.quote(str(job.directory.resolve()))}; set -- {words} ;;\n"
