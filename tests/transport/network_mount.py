@@ -1,4 +1,4 @@
-"""A folder mounted through FUSE, like a network file system on one host: `python network_mount.py SOURCE MOUNT_POINT`.
+"""A folder mounted through FUSE, like a network file system on one host: arguments SOURCE MOUNT_POINT.
 
 The source is a folder, or a folder of an NFS server by its URL. Two mounts of the same source are two hosts. Each
 remembers names, and that a name does not exist, for 30 s, and neither has locks, nor memory that processes share (files

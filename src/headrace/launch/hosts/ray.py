@@ -320,9 +320,9 @@ class RayHosts:
 
     def _request(self, servers: int, gpus: int) -> None:
         """Have an autoscaling cluster add hosts like the largest of the run, and withdraw what it has not added yet."""
-        from ray.util import placement_group, remove_placement_group
+        from ray.util import placement_group, placement_group_table, remove_placement_group
 
-        if self._requested is not None and not self._requested.wait(0):
+        if self._requested is not None and placement_group_table(self._requested)["state"] == "PENDING":
             self._groups.remove(self._requested)
             remove_placement_group(self._requested)
         self._requested = None
