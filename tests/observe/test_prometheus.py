@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from headrace.observe.prometheus import (
 from headrace.observe.status import ObservedStatus, Status
 from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
+from tests.end_to_end.runs import wait_until
 from tests.observe.metrics_page import documented
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded-runs"
@@ -121,6 +124,55 @@ def test_processes_of_one_host_take_the_next_free_port(run: RunDir) -> None:
         targets = [json.loads(path.read_text())[0]["targets"][0] for path in run.prometheus_targets.iterdir()]
         ports = {int(target.rpartition(":")[2]) for target in targets}
     assert len(ports) == 3 and min(ports) > config.port
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from headrace.cli.processes import process
+from headrace.config.monitors import PrometheusConfig
+from headrace.observe.metrics import MetricsLog
+from headrace.observe.prometheus import exporting_records
+from headrace.transport.run_dir import RunDir
+
+run, scraped = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
+dist.init_process_group("gloo")
+with process("trainer", run) as status, exporting_records(PrometheusConfig(port=int(sys.argv[3])), run, status):
+    status.set("training step 1")
+    if dist.get_rank() == 0:
+        MetricsLog(run.metrics, "trainer").log(1, {"loss": 0.5})
+    while not scraped.exists():
+        time.sleep(0.1)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_every_rank_serves_its_status_on_a_port_of_its_own_and_the_first_one_the_records(
+    run: RunDir, tmp_path: Path
+) -> None:
+    script, scraped = tmp_path / "rank.py", tmp_path / "scraped"
+    script.write_text(RANK)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        arguments = [str(script), str(run.root), str(scraped), str(taken.getsockname()[1])]
+        with subprocess.Popen([sys.executable, *torchrun, *arguments]) as ranks:
+            try:
+                names = ("trainer", "trainer-1")
+                targets = [run.prometheus_targets / f"{name}.json" for name in names]
+                files = [*targets, run.metrics]
+                wait_until(lambda: ranks.poll() is not None or all(file.exists() for file in files), "ranks", 200)
+                first, second = (scrape(run, name) for name in names)
+                addresses = {json.loads(target.read_text())[0]["targets"][0] for target in targets}
+            finally:
+                scraped.touch()
+        assert ranks.returncode == 0
+    assert len(addresses) == 2
+    assert first["headrace_loss",] == 0.5
+    assert "headrace_loss" not in {name for name, *_ in second}
+    assert {name for name, *_ in second} <= {name for name, *_ in first}
+    assert not list(run.prometheus_targets.iterdir())
 
 
 def test_an_address_of_another_machine_is_refused_by_its_key(run: RunDir) -> None:

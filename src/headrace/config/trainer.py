@@ -292,7 +292,7 @@ class TrainingConfig(Config):
     compile: Literal["auto"] | bool = "auto"
     """Compile each layer: faster on a GPU, after about a minute. `auto`: on a GPU, except for small models."""
     lm_head_chunk: int = Field(4096, ge=1)
-    """Tokens per chunk of logits; smaller chunks need less memory."""
+    """Tokens per chunk of logits; smaller chunks need less memory. On a CPU a chunk has at most 256 MiB of logits."""
     lm_head_fp32: bool = False
     """Compute logits in float32 where the rest is in bfloat16: more precise, but slower."""
 

@@ -61,6 +61,8 @@ from headrace.transport.adapter import Adapter, write_adapter, write_config
 
 log = logging.getLogger(__name__)
 
+MAX_CPU_LOGITS_BYTES = 256 << 20
+"""Logits of one chunk on a CPU: larger ones are slower, and 4,096 tokens of a large vocabulary take gigabytes."""
 MIN_COMPILED_PARAMETERS = 50_000_000
 """Parameters of the layers from which compiling, which takes about a minute, pays off on a GPU."""
 MAX_CPU_ACTIVATION_BYTES = 1 << 30
@@ -134,6 +136,9 @@ class PackedModel:
         parameters = self.module.parameters()
         self._state = sum(p.nbytes + (training_bytes * p.numel() if p.requires_grad else 0) for p in parameters)
         self._recomputed: Mode | Literal["auto"] = activation_checkpointing
+        if self.device.type == "cpu":
+            logit_bytes = 4 * self.module.get_output_embeddings().weight.shape[0]
+            lm_head_chunk = min(lm_head_chunk, max(1, MAX_CPU_LOGITS_BYTES // logit_bytes))
         self._offloads, self._chunk, self._memory, self._longest = activation_offload, lm_head_chunk, memory, longest
         self._engines = engines
         if compile == "auto":
