@@ -26,6 +26,8 @@ CACHE_VARIABLE = "HEADRACE_CACHE"
 """The environment variable with the cache directory of Headrace; in a run, its storage root."""
 COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """By the variable that names it, the folder of a compiler's cache."""
+FROZEN_AT_START = gc.get_freeze_count()
+"""Objects that the interpreter itself excludes from garbage collection: some hundreds from Python 3.12 on."""
 
 
 def own_versions() -> dict[str, str]:
@@ -269,7 +271,7 @@ def frozen_gc() -> Iterator[None]:
     A full collection over the objects of torch and transformers blocks the process for a third of a second or more,
     about every thousand requests. Where objects were excluded before, all stay so: only all at once can be included.
     """
-    frozen_before = gc.get_freeze_count() > 0
+    frozen_before = gc.get_freeze_count() > FROZEN_AT_START
     gc.collect()
     gc.freeze()
     try:

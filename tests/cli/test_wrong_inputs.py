@@ -502,7 +502,8 @@ ACCEPTED: dict[str, Mapping[str, str | bytes]] = {
 def test_inputs_that_are_right_pass_a_dry_run(command: str, attempts: Attempts, folder: Path, model: Path) -> None:
     write(folder, ACCEPTED[command], model)
     outcome = attempt(attempts, folder, model, f"{command} --dry-run")
-    assert (outcome.code, outcome.started, outcome.imported_torch) == (0, (), False), outcome
+    started = [process for process in outcome.started if "nvidia-smi" not in process]  # where there is a GPU
+    assert (outcome.code, started, outcome.imported_torch) == (0, [], False), outcome
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
     wait_until(lambda: "reward" in run.metrics.read_text() if run.metrics.exists() else False, "the first step")
     orchestrator = processes_of(run.root)["orchestrator"]
     if sys.platform == "linux":
-        assert "torch" not in Path(f"/proc/{orchestrator}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{orchestrator}/maps").read_text()
         resident = next(
             line for line in Path(f"/proc/{orchestrator}/status").read_text().splitlines() if "VmHWM" in line
         )

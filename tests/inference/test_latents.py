@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.inference.backend import InvalidRequest
+from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
 from headrace.inference.latents import GATES, add_gates
@@ -158,7 +159,9 @@ def test_cached_thoughts_are_not_shared_with_plain_tokens(model: Any) -> None:
 def test_a_seed_gives_the_same_thoughts_alone_and_in_a_batch(latents: LatentParams) -> None:
     results = []
     for others in (0, 5):
-        engine = engine_of(model_for(latents))
+        model = model_for(latents)
+        lay_out_for_small_batches(model)
+        engine = engine_of(model)
         for number in range(others):
             engine.submit([8 + number] * 9, params(latents))
         request = engine.submit([5, 6, 7], params(latents, seed=11))

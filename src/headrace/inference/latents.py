@@ -113,9 +113,7 @@ def input_embeddings(model: Any, ids: Tensor, latents: Tensor) -> tuple[Tensor, 
 def expected_embeddings(logits: Tensor, embeddings: Tensor, params: LatentParams) -> Tensor:
     """Return h of each row of logits, for the soft form without noise, float32."""
     p = torch.softmax(logits.float() / params.tau, -1)
-    # A single row is doubled: a CPU rounds its product differently from that of several rows.
-    rows = p if len(p) > 1 else p.repeat(2, 1)
-    h = (rows.to(embeddings.dtype) @ embeddings[: p.shape[1]])[: len(p)].float()
+    h = (p.to(embeddings.dtype) @ embeddings[: p.shape[1]]).float()
     return h / p.norm(dim=-1, keepdim=True) if params.kind == "hybrid" else h
 
 

@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -52,6 +52,15 @@ async def make() -> AsyncIterator[Codes]:
         codes = Codes()
         yield codes
         await codes._first.close()
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user can write to: a superuser's solutions become another user."""
+    with TemporaryDirectory() as directory:
+        path = Path(directory)
+        path.chmod(0o777)
+        yield path
 
 
 def answer(code: str) -> str:
@@ -157,9 +166,9 @@ async def test_true_is_not_one(make: Codes):
 
 
 async def test_a_solution_that_holds_up_or_brings_down_the_process_scores_nothing(
-    make: Codes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Codes, public: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    started = tmp_path / "started"
+    started = public / "started"
     reward, hang = make(), answer(f"import time\nopen({str(started)!r}, 'w')\ntime.sleep(3600)")
     scoring = asyncio.create_task(reward(hang, {"tests": ["pass"]}))
     await until(started.exists)
@@ -169,6 +178,7 @@ async def test_a_solution_that_holds_up_or_brings_down_the_process_scores_nothin
     await reward(answer(""), {"tests": ["pass"]})
     monkeypatch.setattr(code, "CPU_BOUND_PATIENCE", 0.0)
     monkeypatch.setattr(code, "GRACE_S", 0.5)
+    hang = answer("import time\ntime.sleep(3600)")  # another user's process may not write to the file
     assert (await reward(hang, {"tests": ["pass"]}), reward.counts["failures"], reward.counts["timeouts"]) == (
         0.0,
         1,
@@ -239,7 +249,10 @@ async def test_a_solution_can_signal_nothing_outside_of_its_namespace(make: Code
     if await make()(apart, {"tests": [{"input": "", "output": "True"}]}) == 0.0:
         pytest.skip("the system refuses a namespace of processes")
     outside = f"import os\ntry:\n    os.kill({os.getpid()}, 0)\nexcept ProcessLookupError:\n    print('gone')"
-    first = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nos.kill(os.getppid(), 9)\nprint(os.getppid())"
+    first = (
+        "import os, signal\nfor number in (signal.SIGSTOP, 9):\n    try:\n        os.kill(os.getppid(), number)\n"
+        "    except PermissionError:\n        pass  # another user's\nprint(os.getppid())"
+    )
     assert await make()(answer(outside), {"tests": [{"input": "", "output": "gone"}]}) == 1.0
     assert await make()(answer(first), {"tests": [{"input": "", "output": "1"}]}) == 1.0
 
@@ -267,9 +280,8 @@ async def test_what_prints_without_end_or_keeps_its_output_open_scores_nothing(m
 
 
 @pytest.mark.parametrize("leave", ["pass", pytest.param("os.setsid()", marks=LINUX)], ids=["its group", "its session"])
-async def test_processes_that_a_solution_starts_end_with_its_test(make: Codes, tmp_path: Path, leave: str):
-    lock = tmp_path / "lock"
-    lock.touch()
+async def test_processes_that_a_solution_starts_end_with_its_test(make: Codes, public: Path, leave: str):
+    lock = public / "lock"
     code = (
         f"{ADD}\n{hold(lock)}\nimport time\n"
         f"if os.fork() == 0:\n    {leave}\n    if os.fork() == 0:\n        {leave}\n    time.sleep(3600)"
@@ -280,12 +292,12 @@ async def test_processes_that_a_solution_starts_end_with_its_test(make: Codes, t
 
 def hold(lock: Path) -> str:
     """Code that holds it until its process, and all that this one has forked, ends."""
-    return f"import fcntl, os\nheld = os.open({str(lock)!r}, os.O_RDWR)\nfcntl.flock(held, fcntl.LOCK_EX)"
+    held = f"os.open({str(lock)!r}, os.O_RDWR | os.O_CREAT, 0o666)"
+    return f"import fcntl, os\nheld = {held}\nfcntl.flock(held, fcntl.LOCK_EX)"
 
 
-async def test_a_cancelled_score_ends_the_solution(make: Codes, tmp_path: Path):
-    lock, started = tmp_path / "lock", tmp_path / "started"
-    lock.touch()
+async def test_a_cancelled_score_ends_the_solution(make: Codes, public: Path):
+    lock, started = public / "lock", public / "started"
     code = f"{hold(lock)}\nopen({str(started)!r}, 'w')\nwhile True: pass"
     scoring = asyncio.create_task(make()(answer(code), {"tests": ["pass"]}))
     await until(started.exists)
@@ -303,8 +315,8 @@ async def test_memory_is_limited(make: Codes):
     assert await make(memory_mb=400)(answer(code), {"tests": ASSERTIONS[:1]}) == 1.0
 
 
-async def test_files_are_limited_and_removed(make: Codes, tmp_path: Path):
-    recorded = tmp_path / "working_directory"
+async def test_files_are_limited_and_removed(make: Codes, public: Path):
+    recorded = public / "working_directory"
     many = f"import os\nopen({str(recorded)!r}, 'w').write(os.getcwd())\nn = 0\nwhile True:\n    n += 1\n    "
     many += "open(str(n), 'wb').write(bytes(1 << 20))"
     assert await make(disk_mb=4)(answer(many), {"tests": ["pass"]}) == 0.0

@@ -6,8 +6,9 @@ CPUs use; `cuda` has the one for GPUs. The engine appends the sampled tokens to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -240,12 +241,12 @@ def finish_prefill(
     `scored`, `last` and `logits` are those of `find_logit_rows`. `stores` have the blocks.
     """
     store_prompt_logprobs(scored, logits)
-    partial = [
+    incomplete = [
         (first.blocks[-1], second.blocks[-1]) for first, second in plan.duplicates if len(second.tokens) % BLOCK_SIZE
     ]
-    if partial:
+    if incomplete:
         for store in stores:
-            store.copy_blocks(*zip(*partial, strict=True))
+            store.copy_blocks(*zip(*incomplete, strict=True))
     for first, second in plan.duplicates:
         last[second] = last[first]
     rows = [*last.values()]
@@ -281,7 +282,18 @@ def token_inputs(model: Any, chunks: Sequence[Chunk], ids: Tensor) -> dict[str, 
             latents[row - len(own) : row] = torch.from_numpy(np.stack(own))
     if len(ids) > row:  # a doubled token
         latents[row:] = latents[:row]
-    return {"inputs_embeds": input_embeddings(model, ids, latents.to(ids.device))[0][None]}
+    embeddings = by_row(lambda *rows: input_embeddings(model, *rows)[0], ids, latents.to(ids.device))
+    return {"inputs_embeds": embeddings[None]}
+
+
+def by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Return the function of the rows; on a CPU of each row alone.
+
+    How a CPU rounds a product depends on the number of rows, and a seed must give the same latents in any batch.
+    """
+    if rows[0].is_cuda:
+        return function(*rows)
+    return torch.cat([function(*row) for row in zip(*(torch.split(each, 1) for each in rows), strict=True)])
 
 
 def next_latents(model: Any, requests: Sequence[Request], logits: Tensor) -> dict[Request, Latent]:
@@ -293,7 +305,7 @@ def next_latents(model: Any, requests: Sequence[Request], logits: Tensor) -> dic
     latents: dict[Request, Latent] = {}
     for params, rows in by_params.items():
         own, embeddings = [requests[row] for row in rows], model.get_input_embeddings().weight
-        h = expected_embeddings(logits[rows], embeddings, params)
+        h = by_row(partial(expected_embeddings, embeddings=embeddings, params=params), logits[rows])
         values, logprobs = h.half(), [None] * len(own)
         if params.kind == "soft":
             sigma = noise_scale(embeddings, params)
