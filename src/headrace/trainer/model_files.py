@@ -112,7 +112,8 @@ def whole_layers(
             converted = {
                 n: tensor.to(dtype) if tensor.is_floating_point() and not is_gate(n) else tensor for n, tensor in full
             }
-            yield revert_weight_conversion(module, converted)
+            # Sorted: transformers sorts the tensors of a model that it loaded, and not of one from a checkpoint.
+            yield dict(sorted(revert_weight_conversion(module, converted).items()))
 
 
 def whole(tensor: Tensor) -> Tensor:
