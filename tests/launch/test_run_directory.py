@@ -10,9 +10,11 @@ import pytest
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import checkpoints, hold, plan_directory, refuse_shorter
 from headrace.observe.metrics import History, MetricsLog, read_metrics
+from headrace.rollout.version import Version
 from headrace.transport.epochs import DRAFTS, EPOCHS
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals
+from headrace.transport.run_dir import RunDir
 from tests.refusals import refused
 
 
@@ -133,6 +135,15 @@ def test_an_older_checkpoint_on_purpose_forks_a_new_run(run: Path) -> None:
     steps = sqlite3.connect(fork / "journal.sqlite").execute("SELECT MAX(step) FROM steps").fetchone()
     assert steps == (5,)
     assert list(checkpoints(run)) == [5, 10]  # the old run is as it was
+
+
+def test_a_fork_has_the_past_versions_that_its_teacher_needs(run: Path) -> None:
+    (run / "config.toml").write_text("[trainer.past_weights]\nevery = 2\nmax_async_level = 1\n")
+    weights = RunDir(run).weights
+    for step in range(7):
+        weights.publish(Version(0, step), lambda draft: (draft / "model.safetensors").write_bytes(b"tensors") and None)
+    plan_directory(run, "5", False).apply()
+    assert RunDir(run.with_name("run-from-5")).weights.published() == [Version(0, 4)]
 
 
 def test_what_a_fork_evaluates_counts_however_often_the_run_before_it_was_resumed(run: Path) -> None:
