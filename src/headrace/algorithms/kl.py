@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext, RolloutView, Survivor
-from headrace.algorithms.teacher import NO_REFERENCE, Scorer, own_prompt
+from headrace.algorithms.teacher import Scorer, own_job
 from headrace.config.algorithms import AlgorithmConfig, KlConfig
 from headrace.config.model import FrozenModelConfig
 from headrace.inference.client.reference import Reference, ReferenceFailed
-from headrace.rollout.types import Rollout, Sample
+from headrace.rollout.types import Rollout
 
 METRIC = "reference_kl"
 """The metric of a rollout: its estimated distance, summed over its sampled tokens."""
@@ -44,6 +44,8 @@ def make_algorithm(config: AlgorithmConfig, context: MakeContext) -> Algorithm:
 
 
 class KlPenalty:
+    """The penalty of one environment's algorithm: in the reward, or as weights of a loss."""
+
     def __init__(self, config: KlConfig, reference: Reference | None) -> None:
         """`reference` None: the trainer has it."""
         self._config = config
@@ -62,13 +64,16 @@ class KlPenalty:
 
     async def measure(self, rollout: Rollout) -> None:
         """Set the metric of a new rollout, if its reward is charged. Raises `ReferenceFailed`."""
-        if self.in_reward:
-            scores = await self._score(rollout.samples)
-            distances = [
-                estimate(self._config.estimator, sample.logprobs[sample.mask], logprobs[sample.mask]).sum()
-                for sample, logprobs in zip(rollout.samples, scores, strict=True)
-            ]
-            rollout.metrics[METRIC] = float(sum(distances))
+        if not self.in_reward:
+            return
+        assert self._scorer is not None, "a penalty in the reward has a reference on a server"
+        distance = 0.0
+        outcomes = await self._scorer.score([own_job(sample) for sample in rollout.samples])
+        for sample, outcome in zip(rollout.samples, outcomes, strict=True):
+            if isinstance(outcome, ReferenceFailed):
+                raise outcome
+            distance += float(estimate(self._config.estimator, sample.logprobs, outcome)[sample.mask].sum())
+        rollout.metrics[METRIC] = distance
 
     def charge(self, view: RolloutView) -> RolloutView:
         """Return the view that credit is computed from, with the penalty in its reward; samples are shared."""
@@ -85,25 +90,8 @@ class KlPenalty:
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
         """Set the logprobs of a frozen model; a rollout that lacks any is dropped."""
-        if self._scorer is None or self.in_reward:
-            return
-        kept = [survivor for survivor in batch if not survivor.drop_reason]
-        pairs = [(survivor, sample) for survivor in kept for sample in survivor.samples]
-        outcomes = await self._scorer.score([(own_prompt(sample), sample) for _, sample in pairs])
-        for (survivor, sample), outcome in zip(pairs, outcomes, strict=True):
-            if isinstance(outcome, ReferenceFailed):
-                survivor.drop(NO_REFERENCE, str(outcome))
-            else:
-                sample.set_stream("kl_logprobs", outcome)
-
-    async def _score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        assert self._scorer is not None, "a penalty in the reward has a reference on a server"
-        scores = []
-        for outcome in await self._scorer.score([(own_prompt(sample), sample) for sample in samples]):
-            if isinstance(outcome, ReferenceFailed):
-                raise outcome
-            scores.append(outcome)
-        return scores
+        if self._scorer is not None and not self.in_reward:
+            await self._scorer.set_stream("kl_logprobs", [survivor for survivor in batch if not survivor.drop_reason])
 
 
 def estimate(estimator: str, logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:

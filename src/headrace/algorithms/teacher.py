@@ -71,31 +71,41 @@ class TaughtAlgorithm(Algorithm):
 
         `prompts` replace the prompts of the batch's samples, in order.
         """
-        samples = [sample for survivor in batch for sample in survivor.samples]
-        jobs = list(zip(map(own_prompt, samples) if prompts is None else prompts, samples, strict=True))
-        outcomes = iter(await self._scorer.score(jobs))
-        failures = 0
-        for survivor in batch:
-            for sample in survivor.samples:
-                outcome = next(outcomes)
-                if isinstance(outcome, ReferenceFailed):
-                    failures += 1
-                    survivor.drop(NO_REFERENCE, str(outcome))
-                else:
-                    sample.set_stream("ref_logprobs", outcome)
-        self.tally.count("prefills", len(jobs) - failures)
+        scored, failures = await self._scorer.set_stream("ref_logprobs", batch, prompts)
+        self.tally.count("prefills", scored)
         self.tally.count("failures", failures)
 
 
-def own_prompt(sample: Sample) -> list[int]:
-    prompt: list[int] = sample.token_ids[: sample.prompt_length].tolist()
-    return prompt
+def own_job(sample: Sample) -> Job:
+    """Return the job that scores a sample after its own prompt."""
+    return sample.token_ids[: sample.prompt_length].tolist(), sample
 
 
 class Scorer:
+    """Scores samples with a reference, at most `max_concurrent` at once."""
+
     def __init__(self, reference: Reference, max_concurrent: int = 32) -> None:
         self.reference = reference
         self._max_concurrent = max_concurrent
+
+    async def set_stream(
+        self, name: str, batch: Sequence[Survivor], prompts: Sequence[list[int]] | None = None
+    ) -> tuple[int, int]:
+        """Set a stream of every sample to its scores; a rollout that lacks any is dropped. Return successes, failures.
+
+        `prompts` replace the prompts of the batch's samples, in order.
+        """
+        pairs = [(survivor, sample) for survivor in batch for sample in survivor.samples]
+        samples = [sample for _, sample in pairs]
+        jobs = list(map(own_job, samples)) if prompts is None else list(zip(prompts, samples, strict=True))
+        failures = 0
+        for (survivor, sample), outcome in zip(pairs, await self.score(jobs), strict=True):
+            if isinstance(outcome, ReferenceFailed):
+                failures += 1
+                survivor.drop(NO_REFERENCE, str(outcome))
+            else:
+                sample.set_stream(name, outcome)
+        return len(jobs) - failures, failures
 
     async def score(self, jobs: Sequence[Job]) -> list[np.ndarray | ReferenceFailed]:
         """Return for each job one logprob per token of its sample, at the sample's temperature, or the failure.
