@@ -46,7 +46,13 @@ def page(browser: Any) -> Iterator[Any]:
     page = context.new_page()
     errors: list[str] = []
     requests: set[str] = set()
-    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+
+    def note(message: Any) -> None:
+        # Chromium drops requests when an interface of the machine comes or goes; the page has to ask again.
+        if message.type in ("error", "warning") and "ERR_NETWORK_CHANGED" not in message.text:
+            errors.append(message.text)
+
+    page.on("console", note)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("dialog", lambda dialog: errors.append(f"dialog: {dialog.message}") or dialog.dismiss())
     page.on("request", lambda request: requests.add(request.url))

@@ -35,6 +35,7 @@ def test_the_main_pages_are_pictured(page: Any, view: View, recorded: Path, requ
     steps = page.evaluate("id => fetch(`api/runs/${id}`).then(r => r.json()).then(d => d.token_steps)", run)
     picture("runs")
     picture("run", "run", run, at=".chart")
+    picture("histograms", "run", run, at="h2:text-is('Histograms')")
     picture("time", "run", run, at=".wide .chart")
     picture("group", "run", run, "step", steps[-1], "group", 0)
     picture("tokens", "run", run, "step", steps[-1], "rollout", 0, at=".tokens")

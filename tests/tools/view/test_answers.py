@@ -18,6 +18,7 @@ from headrace.observe.metrics import History, MetricsLog, read_metrics
 from headrace.observe.status import ProcessStatus
 from headrace.rollout.types import Rollout, Sample
 from headrace.text.tokenizer import Tokenizer
+from headrace.tools.view.charts import suggest_charts
 from headrace.tools.view.events import RunEvents
 from headrace.tools.view.export import export
 from headrace.tools.view.runs import RunFolder, describe_run
@@ -142,6 +143,14 @@ def test_histograms_are_added_up_over_ranges_of_steps(tmp_path: Path, buckets: i
     assert "histogram/ratio" not in answer(client, f"/api/runs/{run_id(client, 'run')}")["names"]
     log.log(105, {"histogram/ratio": "damaged"})
     assert client.get(path).status_code == 400
+
+
+def test_a_single_environment_has_no_second_line_beside_that_of_all():
+    names = ["loss", "loss/math", "reward/all/mean", "reward/math/mean", "eval/math/avg@1"]
+    charts = {chart["title"]: chart["names"] for chart in suggest_charts(names)}
+    assert charts == {"Reward": ["reward/all/mean"], "Evaluation": ["eval/math/avg@1"], "Loss": ["loss"]}
+    both = [*names, "reward/code/mean"]
+    assert {name for chart in suggest_charts(both) for name in chart["names"]} == set(both)
 
 
 @pytest.mark.parametrize(("points", "buckets"), [(10, 10), (1000, 7), (999, 100), (5, 600), (0, 5)])

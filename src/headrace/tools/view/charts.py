@@ -48,7 +48,12 @@ LANES = {
 
 
 def suggest_charts(names: list[str]) -> list[dict[str, Any]]:
-    """Return the charts that have any metric."""
+    """Return the charts that have any metric. A single environment has no lines beside those of all environments."""
+    environments = {name[len("reward/") : -len("/mean")] for name in names if fnmatchcase(name, "reward/*/mean")}
+    if len(environments - {"all"}) == 1:
+        (own,) = (f"/{env}" for env in environments - {"all"})
+        of_all = {name.replace(own, end, 1): name for name in names if own in name for end in ("/all", "")}
+        names = [name for name in names if name not in {of_all[other] for other in of_all.keys() & set(names)}]
     charts = []
     for title, unit, patterns in CHARTS:
         matching = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]

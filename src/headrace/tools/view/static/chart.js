@@ -58,7 +58,7 @@
     [...parts.keys()].reverse().forEach((i) =>
       series.push({ label: parts[i].name, fill: parts[i].color, width: 0, stroke: parts[i].color, points: { show: false }, line: i, paths: uPlot.paths.bars({ size: [0.95], gap: 0 }) }),
     );
-    return { data: [x, ...sums.reverse()], series, bands: [] };
+    return { data: [x, ...sums.reverse()], series, bands: [], margin: x.length > 1 ? (x[1] - x[0]) / 2 : 0.5 };
   };
 
   const axis = (extra) => ({ stroke: variable("--muted"), grid: { stroke: variable("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", ...extra });
@@ -76,7 +76,7 @@
       points: { size: 5 },
     },
     scales: {
-      x: { time: false, range: (_, low, high) => range.current ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+      x: { time: false, range: (_, low, high) => range.current ?? (low === high ? [low - 1, high + 1] : [low - (planned.margin ?? 0), high + (planned.margin ?? 0)]) },
       y: { distr: log ? 3 : 1 },
     },
     axes: [axis({ size: 26, incrs: WHOLE_STEPS, values: (_, ticks) => ticks.map(number), label: xLabel, labelSize: 18 }), axis({ size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v))) })],
