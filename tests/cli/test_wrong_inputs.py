@@ -50,6 +50,7 @@ class Mine(Environment):
 """
 LOSS = "--trainer.loss.type custom --trainer.loss.import_path my_loss:loss"
 LINEAR = json.dumps({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]})
+FUYU = json.dumps({"model_type": "fuyu", "text_config": {"model_type": "persimmon"}})
 TOKENIZER = byte_tokenizer(("user",)).to_str()
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -335,6 +336,21 @@ CHECKED_FIRST = [
         "rl rl.toml --model.name ./linear",
         {"linear/config.json": LINEAR, "linear/tokenizer.json": TOKENIZER, "linear/chat_template.jinja": TEMPLATE},
         key="model.name",
+    ),
+    Wrong(
+        "serve of a model that the engine does not compute",
+        "serve linear",
+        {"linear/config.json": LINEAR},
+        "model.name",
+    ),
+    *(
+        Wrong(
+            f"{command} a multimodal model",
+            f"{line} fuyu",
+            {"fuyu/config.json": FUYU, "fuyu/tokenizer.json": TOKENIZER, "fuyu/chat_template.jinja": TEMPLATE},
+            "model.name",
+        )
+        for command, line in (("a run of", "rl rl.toml --model.name"), ("serve of", "serve"))
     ),
     Wrong(
         "a start model whose run file is not there",

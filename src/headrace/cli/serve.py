@@ -16,6 +16,7 @@ from headrace.errors import BadInput
 from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.backend import EngineProcess
 from headrace.inference.keys_file import read_keys_file
+from headrace.inference.model_shape import TESTED_FIX, VLLM_FIX, decoder_obstacle, embedded_obstacle
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.processes import servers_at_least
 from headrace.launch.run_directory import in_use, is_run
@@ -27,7 +28,7 @@ from headrace.observe.tracing import tracing
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.runfile.run import RunConfig
 from headrace.text import import_renderers
-from headrace.text.hub import model_directory
+from headrace.text.hub import model_directory, read_settings
 from headrace.transport.adapter import is_adapter
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked
@@ -122,7 +123,15 @@ def read_target(target: str, overrides: list[str], *, alone: bool = False) -> In
         tree = {"model": {"name": target}, "port": PORT}
     for key, value in parse_overrides(overrides):
         put(tree, key, value)
-    return validate(InferenceConfig, tree, target)[0]
+    config = validate(InferenceConfig, tree, target)[0]
+    if config.model.name is not None:
+        settings = read_settings(model_directory(config.model.name) / "config.json")
+        refused = partial(BadInput, key="model.name", value=config.model.name)
+        if (obstacle := decoder_obstacle(settings)) is not None:
+            raise refused(obstacle, fix=TESTED_FIX)
+        if config.engine == "embedded" and (obstacle := embedded_obstacle(settings)) is not None:
+            raise refused(obstacle, fix=VLLM_FIX)
+    return config
 
 
 def _server_of_run(path: Path, alone: bool) -> InferenceConfig:

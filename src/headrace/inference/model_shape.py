@@ -178,14 +178,16 @@ def _count_by_sizes(sizes: LayerSizes, ties: bool) -> int:
 
 
 LATENT_KEYS = "keys are compressed (multi-head latent attention)"
+TESTED_FIX = "`headrace models` shows what works."
+VLLM_FIX = 'Set inference.engine = "vllm".'
 _STATE_SPACE = ("mamba_", "ssm_", "rwkv", "lru_")
 """Beginnings of the keys that configs have for layers with a state instead of attention."""
 _RECURRENT = ("linear_", *_STATE_SPACE)
 _ATTENTION = ("full_attention", "sliding_attention")
 
 
-def training_obstacle(settings: dict[str, Any]) -> str | None:
-    """Return what of a model the trainer does not compute; None if nothing is known."""
+def decoder_obstacle(settings: dict[str, Any]) -> str | None:
+    """Return why a model is not a decoder of text, which every engine and the trainer need; None if it is one."""
     kinds = [kind for kind in ("vision", "audio") if settings.get(f"{kind}_config")]
     if kinds or settings.get("text_config"):
         return (
@@ -193,6 +195,13 @@ def training_obstacle(settings: dict[str, Any]) -> str | None:
         )
     if settings.get("is_encoder_decoder"):
         return "a model with an encoder: models are decoders"
+    return None
+
+
+def training_obstacle(settings: dict[str, Any]) -> str | None:
+    """Return what of a model the trainer does not compute; None if nothing is known."""
+    if (obstacle := decoder_obstacle(settings)) is not None:
+        return obstacle
     if settings.get("attention_chunk_size"):
         return "has chunked attention, which packed training does not compute"
     if not settings.get("layer_types") and (keys := _keys_of(settings, _STATE_SPACE)):

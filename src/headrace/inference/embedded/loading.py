@@ -28,14 +28,13 @@ from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
 from headrace.inference.latents import add_gates
-from headrace.inference.model_shape import check_weights, embedded_obstacle
+from headrace.inference.model_shape import VLLM_FIX, check_weights, embedded_obstacle
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
 from headrace.transport.weights import GATES_FILE
 
 LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 """Types whose positions depend on the longest sequence of a forward."""
-OTHER_ENGINE = 'Set inference.engine = "vllm".'
 MAX_BFLOAT16_SLOWDOWN = 8
 """How many times slower than float32 bfloat16 may be on a CPU that has instructions for it."""
 
@@ -86,10 +85,10 @@ def refuse_unsupported(model: Any, longest: int) -> None:
     name = type(model).__name__
     config = model.config.get_text_config()
     if (obstacle := embedded_obstacle(config.to_dict())) is not None:
-        raise UnsupportedModel(obstacle, key="model", value=name, fix=OTHER_ENGINE)
+        raise UnsupportedModel(obstacle, key="model", value=name, fix=VLLM_FIX)
     if not getattr(model, "_supports_attention_backend", False):
         fact = "does not support transformers' attention interface, which the embedded engine needs"
-        raise UnsupportedModel(fact, key="model", value=name, fix=OTHER_ENGINE)
+        raise UnsupportedModel(fact, key="model", value=name, fix=VLLM_FIX)
     settings = getattr(config, "rope_parameters", None) or {}  # for all layers, or by type of layer
     for rope in [settings] if "rope_type" in settings else settings.values():
         if not isinstance(rope, dict):
@@ -174,7 +173,7 @@ def _explained(model: Any) -> Iterator[None]:
         raise
     except Exception as error:
         fact = f"the embedded engine cannot run it: {type(error).__name__}: {error}"
-        raise UnsupportedModel(fact, key="model", value=type(model).__name__, fix=OTHER_ENGINE) from error
+        raise UnsupportedModel(fact, key="model", value=type(model).__name__, fix=VLLM_FIX) from error
 
 
 def eos_token_ids(model: Any, *others: int | None) -> set[int]:
