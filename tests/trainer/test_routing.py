@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+import headrace.runfile  # noqa: F401 (registers the losses)
+from headrace.config.trainer import TrainerConfig
 from headrace.rollout.packing import pack
 from headrace.rollout.types import ROUTES, Sample
 from headrace.trainer.layers import compile_layers
 from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks
+from headrace.trainer.reference import ReferenceWeights
+from headrace.trainer.rl import losses
 from headrace.trainer.routing import RoutingMetrics
+from headrace.trainer.step import TrainStep
 from headrace.trainer.tokens import StepTokens
 from tests.models.families import write_model
 from tests.rollout.strategies import sample
+from tests.trainer.training_samples import Gradients
 
 LAYERS, TOP_K, NUM_EXPERTS, FREE = 2, 2, 4, 255
 
@@ -67,6 +73,30 @@ def test_recomputed_layers_take_the_recorded_experts_again(directory: Path, opti
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, msg=name)
     assert any((free[name] - gradient).abs().max() > 1e-2 for name, gradient in expected.items())
+
+
+def test_a_reference_scores_with_the_recorded_experts(directory: Path):
+    samples = routed_samples()
+    for each in samples:
+        each.set_stream("k3_weights", each.mask.astype(np.float32))
+    model = PackedModel(directory, router_replay="replay")
+    reference = ReferenceWeights(model)
+    for tensor in reference.tensors.values():
+        tensor.mul_(1.1)
+    step = TrainStep(model, Gradients(model.named_parameters()), losses(TrainerConfig()), 64, reference)
+    result = step.run(pack(samples, 64), lr=1.0)
+    assert result is not None
+
+    def expected(mode: Any) -> float:
+        policy, other = (PackedModel(directory, router_replay=mode) for _ in range(2))
+        with torch.no_grad():
+            for parameter in other.named_parameters().values():
+                parameter.mul_(1.1)
+        gaps = (run(other, samples)[0] - run(policy, samples)[0]).detach()
+        return float((gaps.exp() - gaps - 1).mean())
+
+    assert result.metrics["kl/k3"] == pytest.approx(expected("replay"), rel=1e-4)
+    assert expected("record") != pytest.approx(expected("replay"), rel=1e-2)
 
 
 @pytest.mark.full
