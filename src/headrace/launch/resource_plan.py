@@ -8,7 +8,7 @@ engines elsewhere, environments with processes of their own, and the memory that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from headrace.config.sft import OfflineConfig
@@ -226,9 +226,9 @@ class _Planner:
         state, copy = sum(part.size for part in parts), self._published_copy()
         reserved = self._engines().reserved_bytes(self.parameters, total) if self.placement.shares_gpu else 0
         limit = int(USED_SHARE_OF_FREE * (total - reserved - copy.size))
-        sizes = ModelSizes(**asdict(self.shape.sizes), compute_bytes=self.compute_bytes)
-        if trainer.lora is not None and EXPERTS not in trainer.lora.target_modules:
-            sizes = replace(sizes, experts_per_token=0)
+        experts, lora = self.shape.sizes.num_experts, trainer.lora
+        learn = not experts or lora is None or EXPERTS in lora.target_modules
+        sizes = ModelSizes(**asdict(self.shape.sizes), compute_bytes=self.compute_bytes, experts_learn=learn)
         plan = make_memory_plan(
             sizes,
             limit if trainer.memory_gb is None else int(trainer.memory_gb * 1e9),

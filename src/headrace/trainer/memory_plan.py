@@ -4,8 +4,8 @@ Computed from the sizes in the model's config alone: the same sizes give the sam
 per byte are kept first: attention (28 us of a layer's time per MiB, measured on an H200 with 16k tokens of Qwen3-0.6B),
 then matrix products (1.7), the logits of all tokens (1.5), and last cheap operations (.7). A plan has at most two kinds
 of layers, since each kind is compiled separately; the last layers keep more: their activations are freed before those
-of the first layers are recomputed. Layers keep a token's inputs and outputs once for each expert that it takes, if the
-experts learn. Left out on purpose: offload.
+of the first layers are recomputed. Layers keep a token's outputs once for each expert that it takes, for the gradient
+of the router's gates, and its inputs if the experts learn. Left out on purpose: offload.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class ModelSizes(LayerSizes):
     """The residual stream is float32, like the parameters."""
     is_compiled: bool = True
     """Without fusion, about twice as much is kept."""
+    experts_learn: bool = True
+    """False: experts are frozen, and so is all else between the attention of a layer and its end."""
 
     def kept(self) -> dict[Mode, int]:
         """Return by mode the bytes per token that a layer keeps for the backward pass."""
@@ -57,10 +59,13 @@ class ModelSizes(LayerSizes):
         full = wide * self.hidden_size
         attention = full + narrow * queries + 4 * self.num_attention_heads
         selective = attention + narrow * (projections + self.hidden_size + feed_forward)
-        fused = narrow * (self.hidden_size + queries + keys + self.intermediate_size)  # norms, rotation, activation
-        everything = (selective + fused + wide * self.hidden_size) * (1 if self.is_compiled else 2)
+        fused = narrow * (self.hidden_size + queries + keys)  # norms, rotation
+        if self.experts_learn:  # the gradients of frozen ones need neither their inputs nor the stream, which is a sum
+            fused += narrow * self.intermediate_size + wide * self.hidden_size
+        everything = (selective + fused) * (1 if self.is_compiled else 2)
         outputs = narrow * self.hidden_size * self.experts_per_token  # of all experts of a token
-        everything += 3 * outputs  # inputs and outputs in the order of experts, outputs in that of tokens
+        # In the order of tokens; and if experts learn, in the order of experts, and inputs in that order.
+        everything += outputs * (3 if self.experts_learn else 1)
         return {"full": full, "attention": attention, "selective": selective + outputs, False: everything}
 
 

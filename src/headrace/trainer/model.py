@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -273,10 +272,13 @@ class PackedModel:
             bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # rough estimate
             tokens = max(self._longest, min(MAX_ROW_TOKENS, MAX_CPU_ACTIVATION_BYTES // bytes_per_token))
             return MemoryPlan((False if choice == "auto" else choice,) * len(self._layers), False, tokens, 0)
-        sizes = ModelSizes(**self._sizes, compute_bytes=self.dtype.itemsize, is_compiled=self.compiles)
         experts = [p.numel() for p in self.module.parameters() if p.ndim == 3 and p.requires_grad]
-        if not experts:  # the gradient of frozen experts needs no inputs
-            sizes = replace(sizes, experts_per_token=0)
+        sizes = ModelSizes(
+            **self._sizes,
+            compute_bytes=self.dtype.itemsize,
+            is_compiled=self.compiles,
+            experts_learn=bool(experts) or not self._sizes.get("num_experts"),
+        )
         limit = self._memory
         if limit is None:
             free, total = torch.cuda.mem_get_info(self.device)
