@@ -132,6 +132,8 @@ class VllmGeneration:
     def _result(self, response: wire.VllmResponse, choice: wire.Choice) -> GenerationResult:
         """Assemble the result; `response` has the usage and `choice` the finish reason."""
         reason = wire.finish_reason(choice)
+        if self.params.routed_experts and choice.routed_experts is None:
+            raise EngineError("vLLM returned no routed_experts: it records them on GPUs, with inference.routed_experts")
         tokens = [token for chunk in self._chunks for token in chunk.token_ids]
         tops = [best for chunk in self._chunks for best in chunk.top_logprobs or []]
         prompt, prompt_tops = wire.prompt_logprobs(response, self.token_ids, self.params)
