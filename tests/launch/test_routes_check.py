@@ -1,4 +1,4 @@
-"""Experts on an engine that cannot train them are refused before a run starts; when routes are recorded."""
+"""Router replay is refused before a run starts where the engine returns no routes; when routes are recorded."""
 
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,17 @@ def refused_keys(model: Path, scratch: Path, **trainer: Any) -> list[str | None]
 
 
 @pytest.mark.parametrize(
-    ("family", "gpus", "keys"), [("qwen3_moe", "", ["inference.engine"]), ("qwen3_moe", "0", []), ("qwen3", "", [])]
+    ("family", "mode", "gpus", "keys"),
+    [
+        ("qwen3_moe", "replay", "", ["trainer.router_replay"]),
+        ("qwen3_moe", "record", "", ["trainer.router_replay"]),
+        ("qwen3_moe", "off", "", []),
+        ("qwen3_moe", None, "", []),
+        ("qwen3_moe", "replay", "0", []),
+        ("qwen3", "replay", "", []),
+    ],
 )
-@pytest.mark.parametrize("mode", ["replay", "off", None])
-def test_vllm_on_cpus_trains_no_experts(
+def test_vllm_on_cpus_trains_experts_but_replays_no_routes(
     family: str, mode: str | None, gpus: str, keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE_GPUS_VAR, gpus)

@@ -31,7 +31,15 @@ from headrace.environments.data.tables import DataNotHere
 from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput, InvalidValue
-from headrace.inference.model_shape import EXPERT_KEYS, ModelShape, embedded_obstacle, read_shape, training_obstacle
+from headrace.inference.model_shape import (
+    EXPERT_KEYS,
+    TESTED_FIX,
+    VLLM_FIX,
+    ModelShape,
+    embedded_obstacle,
+    read_shape,
+    training_obstacle,
+)
 from headrace.launch.own_code import check_function_source
 from headrace.launch.prompt_lengths import MAX_SAMPLED, NoModelCall, prompt_lengths, render_examples
 from headrace.launch.saved_config import read_model_file
@@ -177,17 +185,19 @@ def check_model_support(subject: Subject) -> Iterator[BadInput]:
     settings = read_settings(subject.model / "config.json")
     refused = partial(BadInput, key="model.name", value=config.model.name)
     if (obstacle := training_obstacle(settings)) is not None:
-        yield refused(obstacle, fix="`headrace models` shows what works.")
+        yield refused(obstacle, fix=TESTED_FIX)
     samples = isinstance(config, RunConfig) or config.evaluates
     if samples and config.inference.engine == "embedded" and (obstacle := embedded_obstacle(settings)) is not None:
-        yield refused(obstacle, fix='Set inference.engine = "vllm".')
+        yield refused(obstacle, fix=VLLM_FIX)
     has_experts = any(settings.get(key) not in (None, 0, 1) for key in EXPERT_KEYS)
-    if isinstance(config, RunConfig) and has_experts and config.inference.engine == "vllm" and _samples_on_cpus(config):
+    if not isinstance(config, RunConfig) or not has_experts or config.trainer.router_replay == "off":
+        return
+    if config.inference.engine == "vllm" and _samples_on_cpus(config):
         yield BadInput(
-            "vLLM on CPUs neither takes new weights of experts nor returns which experts a token took",
-            key="inference.engine",
-            value=config.inference.engine,
-            fix='Set it to "embedded", or use a machine with GPUs.',
+            "vLLM on CPUs does not return which experts a token took",
+            key="trainer.router_replay",
+            value=config.trainer.router_replay,
+            fix='Set it to "off", or inference.engine to "embedded".',
         )
 
 

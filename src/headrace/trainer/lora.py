@@ -23,13 +23,13 @@ from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 
 from headrace.errors import BadInput
+from headrace.inference.model_shape import ALL_LINEAR, EXPERTS
 from headrace.inference.weights.file_layout import as_in_files
 from headrace.trainer.experts import STACKED, TRANSPOSED, ExpertsLora, adapter_name, expert_parameters
 from headrace.transport.adapter import AdapterConfig, Matrices, merged
 
 log = logging.getLogger(__name__)
 
-ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _A, _B = ".lora_A", ".lora_B"
 _EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 

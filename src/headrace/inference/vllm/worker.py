@@ -76,10 +76,16 @@ class PublishedWeightsWorker:
         """Load a version and return its checksum. On a failure to fetch it the model is unchanged."""
         published = self._published_weights.take(Path(path), Version.parse(version))
         try:
+            if self.device.type == "cpu":
+                for layer in self.model_runner.get_model().modules():
+                    method: Any = getattr(layer, "quant_method", None)
+                    if hasattr(method, "moe_kernel"):
+                        # vLLM packs the weights of experts for a new kernel only, and would copy new ones unpacked.
+                        method.moe_kernel = None
             self.reload_weights(weights_iterator=iter(published.tensors.items()))
-            if self.model_config.hf_config.tie_word_embeddings:
+            head = getattr(self.model_runner.get_model(), "lm_head", None)  # some models have the embeddings for one
+            if head is not None and self.model_config.hf_config.tie_word_embeddings:
                 # On CPUs the head has a copy of the embeddings, which reloading does not update.
-                head = self.model_runner.get_model().lm_head
                 head.quant_method.process_weights_after_loading(head)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the source may be the trainer's memory

@@ -11,7 +11,6 @@ from headrace.inference.model_shape import LATENT_KEYS
 
 LINEAR = "linear_attention"
 """What the embedded engine names when it refuses a model."""
-COMPRESSED = LATENT_KEYS
 
 
 class Family(NamedTuple):
@@ -22,6 +21,8 @@ class Family(NamedTuple):
     experts: bool = False
     engine: str = ""
     """What the embedded engine does not compute, so that it refuses the model; empty: it samples from it."""
+    vllm: str = ""
+    """Why vLLM (0.32, on CPUs) does not sample from the family's tiny model; empty: it does, and takes new weights."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -48,7 +49,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family("OLMoE", experts=True),
     "granitemoe": Family("Granite 3 with experts", experts=True),
     "gpt_oss": Family("gpt-oss", experts=True),
-    "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=COMPRESSED),
+    "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS),
     "glm4_moe": Family("GLM-4.5", experts=True),
     "minimax_m2": Family("MiniMax M2", experts=True),
     "qwen3_5_moe_text": Family("Qwen3.5 with experts (text)", experts=True, engine=LINEAR),
