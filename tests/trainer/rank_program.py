@@ -66,6 +66,6 @@ def main(model_directory: Path, batches: Path, output: Path, **options: Any) -> 
 
 
 if __name__ == "__main__":
-    variants: dict[str, Any] = {"lora": {"r": 4, "alpha": 8}, "latents": LatentParams()}
+    variants: dict[str, Any] = {"lora": {"r": 4, "alpha": 8}, "latents": LatentParams(), "router_replay": "replay"}
     main(*map(Path, sys.argv[1:4]), **{name: variants[name] for name in sys.argv[4:]})
     leave()  # else gloo's threads, still there when the interpreter ends, may abort it

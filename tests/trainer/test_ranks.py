@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.rollout.batch import Batch, BatchSample, encode_batch
-from headrace.rollout.types import Sample
+from headrace.rollout.types import ROUTES, Sample
 from headrace.transport.token_exports import read_header
 from tests.models.families import write_model
 from tests.trainer.rank_program import LR
@@ -66,9 +66,11 @@ class Outcome:
         return [key for key in self.tensors if key.startswith(f"{prefix}.")]
 
 
-LLAMA, LORA, LATENTS, EXPERTS = (
-    pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora", "latents", "qwen3_moe")
+LLAMA, LORA, LATENTS, EXPERTS, REPLAY = (
+    pytest.param(name, marks=pytest.mark.full) for name in ("llama", "lora", "latents", "qwen3_moe", "router_replay")
 )
+NUM_EXPERTS = 3
+"""Which two ranks do not share evenly."""
 
 
 def with_latents(sample: Sample) -> Sample:
@@ -76,25 +78,37 @@ def with_latents(sample: Sample) -> Sample:
     return msgspec.structs.replace(sample, streams={**sample.streams, "latents": rows.astype(np.float16)})
 
 
+def with_routes(sample: Sample) -> Sample:
+    """Two of the experts in each of two layers, except for the last token."""
+    left_out = np.random.default_rng(len(sample)).integers(0, NUM_EXPERTS, (len(sample), 2))
+    routes = np.array([[1, 2], [0, 2], [0, 1]], np.uint8)[left_out].reshape(len(sample), -1)
+    routes[-1] = 255
+    return msgspec.structs.replace(sample, streams={**sample.streams, ROUTES: routes})
+
+
+CHANGES = {"latents": with_latents, "router_replay": with_routes}
+"""Of every other sample, by the option of the program."""
+
+
 @pytest.fixture(
     scope="module",
-    params=["qwen3", LLAMA, LORA, LATENTS, EXPERTS],
-    ids=["tied embeddings", "untied embeddings", "an adapter", "latents of every other sample", "three experts"],
+    params=["qwen3", LLAMA, LORA, LATENTS, EXPERTS, REPLAY],
+    ids=["tied embeddings", "untied embeddings", "an adapter", "latents", "three experts", "replayed experts"],
 )
 def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Where one process, and where two ranks, have left their outcome for every batch."""
     root = tmp_path_factory.mktemp("ranks")
-    options = [request.param] if request.param in ("lora", "latents") else []
-    if request.param == "qwen3_moe":
-        model = write_model(root / "model", request.param, num_experts=3)  # which two ranks do not share evenly
+    options = [request.param] if request.param in ("lora", *CHANGES) else []
+    if request.param in ("qwen3_moe", "router_replay"):
+        model = write_model(root / "model", "qwen3_moe", num_experts=NUM_EXPERTS)
     else:
         model = write_random_model(root / "model", ARCHITECTURES["qwen3" if options else request.param])
     batches, one, two = (root / name for name in ("batches", "one", "two"))
     for directory in (batches, one, two):
         directory.mkdir()
     for name, samples in BATCHES.items():
-        if "latents" in options:
-            samples = [with_latents(sample) if number % 2 else sample for number, sample in enumerate(samples)]
+        if (change := CHANGES.get(request.param)) is not None:
+            samples = [change(sample) if number % 2 else sample for number, sample in enumerate(samples)]
         entries = [BatchSample(sample, f"env{index % 2}", index) for index, sample in enumerate(samples)]
         (batches / name).write_bytes(encode_batch(Batch(1, 0, entries, [], {})))
     for start, output in (([], one), (TORCHRUN, two)):

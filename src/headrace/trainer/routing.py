@@ -148,10 +148,11 @@ class RoutingMetrics:
         self._sums: Tensor | None = None
         self._layers: list[int] = []
 
-    def add(self, statistics: dict[int, LayerStatistics]) -> None:
+    def add(self, statistics: dict[int, LayerStatistics], *, counts: bool = True) -> None:
+        """Add a micro-batch; without `counts` as zeros, for a rank whose row only keeps it in step with others."""
         if statistics:
             rows = [torch.cat([each.loads, torch.stack(each[1:]).float()]) for each in statistics.values()]
-            sums = torch.stack(rows).double()
+            sums = torch.stack(rows).double() * counts
             self._sums, self._layers = sums if self._sums is None else self._sums + sums, list(statistics)
 
     def by_layer(self, ranks: Ranks) -> dict[str, dict[int, float]]:
@@ -160,6 +161,8 @@ class RoutingMetrics:
             return {}
         sums = ranks.add_up(self._sums).cpu()
         loads, (entropy, tokens, changed, recorded) = sums[:, :-4], sums[:, -4:].T
+        if not tokens.any():
+            return {}
         values = {"load": loads.max(1).values / loads.mean(1), "entropy": entropy / tokens}
         if recorded.all():
             values["changed"] = changed / recorded

@@ -107,7 +107,7 @@ class TrainStep:
             group = groups[number] if number < len(groups) else []
             batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
             loss = self._loss(tokens, batch, counts, self._env_masks(tokens, batch, envs), sums, trace)
-            routing.add(self.model.routing.statistics)
+            routing.add(self.model.routing.statistics, counts=bool(group))
             loss.backward()  # type: ignore[no-untyped-call]
             computed += batch.row.token_ids.shape[1]
         without_padding = int(tokens.lengths[tokens.sources != NO_SAMPLE].sum())
