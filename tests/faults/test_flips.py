@@ -26,15 +26,18 @@ from headrace.transport.verification import verify
 from tests.end_to_end.runs import finish, headrace, processes_of, start, wait_until, write_run_file
 from tests.faults.conftest import show
 from tests.faults.injection import Flip, flip_bit, flipped, random_flips
+from tests.faults.test_kills import command_of
 
 pytestmark = pytest.mark.faults
 
 MAX_STEPS = 8
-REPRODUCIBLE = ("--orchestrator.max_async_level", 0, "--max_steps", MAX_STEPS, "--trainer.ckpt.interval", 3)
+KL = ("--orchestrator.algo.kl.coef", 0.5, "--orchestrator.algo.kl.reference.every", 2)
+"""So that checkpoints have a reference policy, which differs from the policy."""
+REPRODUCIBLE = ("--orchestrator.max_async_level", 0, "--max_steps", MAX_STEPS, "--trainer.ckpt.interval", 3, *KL)
 
 
 class Runs:
-    """The same run, once to its end and once killed with batches that no checkpoint covers."""
+    """The same run, once to its end and once killed with batches that no checkpoint covers; and a run of DPO."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.file = write_run_file(directory, model)
@@ -48,6 +51,9 @@ class Runs:
             os.kill(pid, signal.SIGKILL)
         finish(launcher)
         assert self.interrupted.batches.steps()
+        self.dpo = RunDir(directory / "dpo")
+        code, output = headrace(*command_of("dpo", directory, model), "--output_dir", self.dpo.root)
+        assert code == 0 and any(self.dpo.reference.iterdir()), output
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +63,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
 
 @pytest.mark.timeout(3600)
 def test_every_flipped_bit_is_found_or_harmless(runs: Runs, seed: int, pytestconfig: pytest.Config):
-    count, table = pytestconfig.getoption("--flips") // 2, Counter[tuple[str, str]]()
+    count, table = pytestconfig.getoption("--flips") // 3, Counter[tuple[str, str]]()
     missed: list[tuple[Path, Flip]] = []
-    for run in (runs.finished, runs.interrupted):
+    for run in (runs.finished, runs.interrupted, runs.dpo):
         assert verify(run, has_digest).damages == []
         for flip in random_flips(run, count, seed):
             path = run.root / flip.file

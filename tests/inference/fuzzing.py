@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from headrace.transport.endpoint import Endpoint, read_endpoints
 from headrace.transport.run_dir import RunDir
 
 SERVE = """
+import gc
+import signal
 import sys
 from pathlib import Path
 from headrace.config.inference import InferenceConfig
@@ -41,6 +44,12 @@ from headrace.observe.status import Status
 from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
+
+def count_blocks(*_):
+    gc.collect()
+    (run.root / "blocks").write_text(f"{sys.getallocatedblocks()} ")
+
+signal.signal(signal.SIGUSR1, count_blocks)
 config = InferenceConfig(model={"name": sys.argv[2]}, max_running=32, max_model_len=64, max_body_mb=1)
 serve(config, status=Status(run.status, "inference"), run=run)
 """
@@ -186,23 +195,21 @@ def _damage(rng: random.Random, content: bytes) -> bytes:
 class Outcome:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    memory_mb: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Resident memory of the server and of its engine, by the number of requests."""
+    memory: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """By the number of requests: MB that the server and its engine have resident, blocks of the server's Python."""
     seconds: float = 0.0
 
 
-async def fuzz(endpoint: Endpoint, requests: int, seed: int) -> Outcome:
-    """Send the requests of a seed, many at a time; returns when all have been answered and the engine is idle."""
+async def fuzz(endpoint: Endpoint, requests: range, seed: int) -> Outcome:
+    """Send requests of a seed, many at a time; returns when all have been answered and the engine is idle."""
     assert endpoint.admin_key is not None
     host, port = endpoint.url.removeprefix("http://").split(":")
-    fuzzer, outcome, numbers = Fuzzer(seed, endpoint.admin_key), Outcome(), iter(range(requests))
-    server, began = psutil.Process(endpoint.pid), time.monotonic()
+    fuzzer, outcome, numbers = Fuzzer(seed, endpoint.admin_key), Outcome(), iter(requests)
+    began = time.monotonic()
     client = EngineClient([endpoint.url], admin_key=endpoint.admin_key)
 
     async def send_all() -> None:
         for number in numbers:
-            if number % max(1, requests // 10) == 0:
-                outcome.memory_mb[number] = memory_mb(server)
             request = fuzzer.request(number)
             status = await send(host, int(port), request)
             outcome.statuses[status] += 1
@@ -225,7 +232,6 @@ async def fuzz(endpoint: Endpoint, requests: int, seed: int) -> Outcome:
     reply = await client.generate(IDS, SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(reply.token_ids) == 2
     await client.close()
-    outcome.memory_mb[requests] = memory_mb(server)
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -251,9 +257,14 @@ async def send(host: str, port: int, request: Request) -> str:
         writer.close()
 
 
-def memory_mb(server: psutil.Process) -> tuple[float, float]:
+def memory_of(server: psutil.Process, blocks: Path) -> tuple[float, float, int]:
+    """Return MB of the server and its engine, and how many blocks of memory Python has in the idle server."""
+    blocks.unlink(missing_ok=True)
+    server.send_signal(signal.SIGUSR1)
+    while not (blocks.exists() and blocks.read_text().endswith(" ")):
+        time.sleep(0.01)
     (engine,) = server.children()
-    return server.memory_info().rss / MB, engine.memory_info().rss / MB
+    return server.memory_info().rss / MB, engine.memory_info().rss / MB, int(blocks.read_text())
 
 
 @contextlib.contextmanager
@@ -267,23 +278,31 @@ def running_server(directory: Path) -> Any:
         while not (endpoints := read_endpoints(run.endpoints)):
             assert process.poll() is None
             time.sleep(0.1)
-        yield endpoints["inference"]
+        (endpoint,) = endpoints.values()
+        yield endpoint
     finally:
         process.terminate()
         process.wait()
 
 
 def main(requests: int, seed: int) -> Outcome:
+    outcome, part = Outcome(), max(1, requests // 10)
     with tempfile.TemporaryDirectory() as directory, running_server(Path(directory)) as endpoint:
-        outcome = asyncio.run(fuzz(endpoint, requests, seed))
+        for start in range(0, requests, part):
+            end = min(start + part, requests)
+            done = asyncio.run(fuzz(endpoint, range(start, end), seed))
+            outcome.statuses += done.statuses
+            outcome.failures += done.failures
+            outcome.seconds += done.seconds
+            outcome.memory[end] = memory_of(psutil.Process(endpoint.pid), Path(directory) / "run" / "blocks")
     table = Table(title=f"{requests:,} requests, seed {seed}: {outcome.seconds:.0f} s, {len(outcome.failures)} failed")
-    for column in ("answer", "requests", "after requests", "server MB", "engine MB"):
+    for column in ("answer", "requests", "after requests", "server MB", "engine MB", "server blocks"):
         table.add_column(column, justify="right")
-    statuses, memory = sorted(outcome.statuses.items()), [*outcome.memory_mb.items()]
+    statuses, memory = sorted(outcome.statuses.items()), [*outcome.memory.items()]
     for row in range(max(len(statuses), len(memory))):
         left = (statuses[row][0], f"{statuses[row][1]:,}") if row < len(statuses) else ("", "")
         count, used = memory[row] if row < len(memory) else (None, ())
-        right = ("",) * 3 if count is None else (f"{count:,}", *(f"{size:.1f}" for size in used))
+        right = ("",) * 4 if count is None else (f"{count:,}", *(f"{size:,.1f}".removesuffix(".0") for size in used))
         table.add_row(*left, *right)
     Console().print(table)
     for failure in outcome.failures[:20]:

@@ -9,7 +9,11 @@ from tests.inference import fuzzing
 
 SEED = 0
 GROWTH_MB = 20
-"""Of 40,000 requests: half a KB of each. A request or a connection that stays takes more."""
+"""Of server and engine over 40,000 requests: half a KB of each. It bounds what C libraries keep: their allocators do
+not return everything, and the tokenizer's cache of words fills."""
+GROWTH_BLOCKS = 4000
+"""Of the idle server's Python over 40,000 requests, where allocators play no part: a tenth of what one object left
+behind by each request would be. Caches with a limit may still fill."""
 
 
 async def test_no_request_ends_in_a_5xx_or_is_left_behind(served_run: RunDir) -> None:
@@ -17,7 +21,7 @@ async def test_no_request_ends_in_a_5xx_or_is_left_behind(served_run: RunDir) ->
     await client.wait_ready(90.0)
     await client.close()
     (endpoint,) = read_endpoints(served_run.endpoints).values()
-    outcome = await fuzzing.fuzz(endpoint, 1000, SEED)
+    outcome = await fuzzing.fuzz(endpoint, range(1000), SEED)
     assert not outcome.failures
     assert outcome.statuses["200"] > 100 and outcome.statuses["400"] > 100
 
@@ -27,5 +31,6 @@ async def test_no_request_ends_in_a_5xx_or_is_left_behind(served_run: RunDir) ->
 def test_no_request_of_very_many_ends_in_a_5xx_and_memory_does_not_grow() -> None:
     outcome = fuzzing.main(50_000, SEED)
     assert not outcome.failures
-    before, after = (sum(outcome.memory_mb[count]) for count in (10_000, 50_000))
-    assert after - before < GROWTH_MB
+    before, after = (outcome.memory[count] for count in (10_000, 50_000))
+    assert sum(after[:2]) - sum(before[:2]) < GROWTH_MB
+    assert after[2] - before[2] < GROWTH_BLOCKS
