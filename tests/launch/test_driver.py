@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from headrace.launch.driver_client import DriverClient, RefusedByDriver, find_driver
-from headrace.launch.errors import LaunchError
+from headrace.launch.errors import BadRequest, LaunchError
 from headrace.launch.node import NodeAgent
 from headrace.launch.node_messages import (
     Announcement,
@@ -23,7 +23,9 @@ from headrace.launch.node_messages import (
     RunFacts,
 )
 from headrace.machine import own_versions
+from headrace.rollout.digest import seal
 from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
+from headrace.transport.run_dir import RunDir
 from headrace.transport.shared_directory import Canary
 from tests.launch.node_world import LIMIT_S, NodeWorld
 from tests.refusals import refused
@@ -189,3 +191,14 @@ def test_a_later_driver_on_the_same_directory_has_another_key(tmp_path: Path):
         with closing(NodeWorld(tmp_path / "run", needed=1)) as world:
             keys.add(world.driver.env[KEY_VAR])
     assert len(keys) == 2
+
+
+def test_a_damaged_address_is_refused_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(DRIVER_VAR, raising=False)
+    path = RunDir(tmp_path).driver
+    content = seal(DriverAddress("http://127.0.0.1:1", "key"))
+    path.write_bytes(content)
+    assert find_driver(tmp_path) == DriverAddress("http://127.0.0.1:1", "key")
+    path.write_bytes(content.replace(b"127.0.0.1:1", b"127.0.0.1:3"))
+    with refused(BadRequest, file=path):
+        find_driver(tmp_path)

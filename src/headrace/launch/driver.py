@@ -48,6 +48,7 @@ from headrace.launch.node_messages import (
 )
 from headrace.launch.node_registry import LeaseLost, NameInUse, Node, NodeRegistry
 from headrace.machine import own_versions
+from headrace.rollout.digest import seal
 from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
@@ -109,7 +110,7 @@ class Driver:
         self._server = _Server(self, socket.create_server(("127.0.0.1", port)) if is_alone else listen_everywhere(port))
         address = address or ("127.0.0.1" if is_alone else advertised_address(interface))
         self.url = url_of(address, self._server.server_port)
-        write_atomically(run.driver, msgspec.json.encode(DriverAddress(self.url, self._key)), mode=0o600)
+        write_atomically(run.driver, seal(DriverAddress(self.url, self._key)), mode=0o600)
         threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="driver", daemon=True).start()
 
     @property

@@ -13,7 +13,9 @@ import msgspec
 from headrace.errors import Failure
 from headrace.launch.errors import BadRequest
 from headrace.launch.node_messages import DriverAddress, Refusal
+from headrace.rollout.digest import is_whole
 from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
+from headrace.transport.digests import MISMATCH
 from headrace.transport.run_dir import RunDir
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -39,7 +41,9 @@ def find_driver(run: Path) -> DriverAddress:
         return DriverAddress(url, key)
     path = RunDir(run).driver
     try:
-        return msgspec.json.decode(path.read_bytes(), type=DriverAddress)
+        if is_whole(content := path.read_bytes()) is False:
+            raise BadRequest(MISMATCH, file=path, fix="Start the run again.")
+        return msgspec.json.decode(content, type=DriverAddress)
     except FileNotFoundError:
         raise NoDriver(f"no {path}: no launcher runs this run, or this host does not share its directory") from None
     except PermissionError:

@@ -75,6 +75,7 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
             yield error, ""
     sealed = (
         run.code_folders,
+        run.driver,
         run.platform,
         run.weights.directory / ACKNOWLEDGED,
         *sorted(run.endpoints.glob("*.json")),
