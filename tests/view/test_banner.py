@@ -1,5 +1,6 @@
 """What `headrace doctor` finds is a banner of the run's page, and of its export as of that moment."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,27 @@ def test_findings_are_a_banner_and_a_healthy_run_has_none(
         assert "trainer exited with status 1" in lines[0]
         assert r"<script>alert(1)</script>\x1b[31m no space left" in lines[1]
         assert shown.page.get_by_role("alert").count() == 1
+
+
+def test_a_page_asks_again_after_requests_that_failed_once(page: Any, view: View, failed_run: RunDir):
+    failed = []
+
+    def fail_once(route: Any) -> None:
+        kind = "events" if "/events" in route.request.url else "run"
+        if kind in failed:
+            route.continue_()
+            return
+        failed.append(kind)
+        if kind == "events":
+            route.fulfill(status=503)  # a browser does not open such a stream again by itself
+        else:
+            route.abort("connectionreset")
+
+    page.route(re.compile(r"/api/runs/[0-9a-f]{12}(/events.*)?$"), fail_once)
+    page.goto(view(failed_run.root))
+    page.wait_for_selector(".banner li.problem")
+    failed_run.heartbeat.write_bytes(msgspec.json.encode(HeartbeatContent(1000.0, 1, "finished", 4, 990.0)))
+    page.wait_for_selector(".banner", state="detached")
+    assert failed == ["run", "events"]
+    assert len(page.errors) == 2  # the browser reports both
+    page.errors.clear()
