@@ -1,13 +1,16 @@
 """Checkpoints: exact resume, whole or absent, the newest few kept, written beside training."""
 
+import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import msgspec
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.cli.main import main
@@ -274,6 +277,20 @@ def test_an_exported_checkpoint_gives_transformers_the_logits_of_the_model_that_
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert torch.equal(exported(input_ids=ids).logits, expected)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_the_converter_to_gguf_has_a_name_for_every_exported_tensor(make_learner: MakeLearner, tmp_path: Path):
+    learner = make_learner()
+    learner.begin_checkpoint()
+    learner.checkpoints.finish(wait=True)
+    assert main(["export", str(tmp_path / "step-00000000"), str(tmp_path / "exported")]) == 0
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    [architecture] = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config["model_type"]]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    tensors = load_file(tmp_path / "exported" / "model.safetensors")
+    unknown = [name for name in tensors if names.get_name(name, (".weight", ".bias")) is None]
+    assert config["architectures"]  # by which the converter chooses how tensors are changed
+    assert unknown == []
 
 
 @pytest.mark.parametrize(

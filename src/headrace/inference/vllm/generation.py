@@ -11,7 +11,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
-from headrace.inference.backend import EngineError, EngineStopped, GenerationResult, RequestCancelled, TokenChunk
+from headrace.inference.backend import (
+    EngineError,
+    EngineStopped,
+    GenerationResult,
+    InvalidRequest,
+    RequestCancelled,
+    TokenChunk,
+)
 from headrace.inference.client.errors import server_message
 from headrace.inference.client.http import HttpClient, HttpResponse, NotAStream, ServerUnreachable
 from headrace.inference.schema import SamplingParams
@@ -93,7 +100,7 @@ class VllmGeneration:
         try:
             body = await self.encode(self._streams)
             result = await (self._streamed(body) if self._streams else self._whole(body))
-        except EngineError as error:
+        except (EngineError, InvalidRequest) as error:
             self._end(error)
         except (TimeoutError, ServerUnreachable) as error:
             self._end(await self._failure(f"vLLM cannot be reached: {error}"))
@@ -164,9 +171,12 @@ class VllmGeneration:
         text = self.decode(tokens) if self.params.stop else ""
         return next((stop for stop in self.params.stop if stop in text), None)
 
-    async def _refusal(self, response: HttpResponse) -> EngineError:
+    async def _refusal(self, response: HttpResponse) -> EngineError | InvalidRequest:
         """Return the error of a request that vLLM answered with an error status."""
-        problem = f"vLLM refused the request: {server_message(response.content)}"
+        message = server_message(response.content)
+        if response.status == 400 and self.params.structured_outputs is not None:  # vLLM alone checks these
+            return InvalidRequest(message, key="structured_outputs")
+        problem = f"vLLM refused the request: {message}"
         return await self._failure(problem, EXIT_TIMEOUT_S if response.status >= 500 else 0)
 
     async def _failure(self, problem: str, timeout_s: float = EXIT_TIMEOUT_S) -> EngineError:
@@ -174,7 +184,7 @@ class VllmGeneration:
         await asyncio.wait({self.dead}, timeout=timeout_s)
         return EngineStopped(self.dead.result()) if self.dead.done() else EngineError(problem)
 
-    def _end(self, outcome: GenerationResult | EngineError) -> None:
+    def _end(self, outcome: GenerationResult | EngineError | InvalidRequest) -> None:
         if self._ended.done():
             return
         self._timer.cancel()
