@@ -9,9 +9,12 @@ from headrace.api.run import Run
 from headrace.cli.main import main
 from headrace.errors import BadInput
 from headrace.runfile.explain import find
+from headrace.runfile.foreign_keys import MOVED
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
 from headrace.tools.convert.conversion import convert
+from headrace.tools.convert.prime_rl import NEEDLESS, RENAMED
+from headrace.tools.convert.trl import HINTS
 from tests.end_to_end.runs import REPOSITORY, headrace
 
 PRIME_RL = """
@@ -158,3 +161,13 @@ def test_every_key_that_a_migration_page_names_exists(page: str, column: int):
     keys = {key for cell in cells for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", cell)}
     assert len(keys) > 10
     assert [key for key in sorted(keys) if not find(RunConfig, key)] == []
+
+
+def test_the_migration_pages_list_every_key_that_is_renamed_or_left_out():
+    prime_rl, trl = (
+        {tuple(cell.strip().strip("`") for cell in line.strip("|").split("|")) for line in page.splitlines()}
+        for page in ((REPOSITORY / "docs" / "how-to" / f"from-{name}.md").read_text() for name in ("prime-rl", "trl"))
+    )
+    assert {(*pair, "yes") for pair in MOVED.items()} | {(*pair, "") for pair in RENAMED.items()} <= prime_rl
+    assert set(NEEDLESS.items()) <= prime_rl
+    assert set(HINTS.items()) <= trl
