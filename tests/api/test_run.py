@@ -44,6 +44,10 @@ def test_rollouts_checkpoints_evaluations_and_settings_are_read(recorded: headra
         recorded.rollouts(10_000)
 
 
+async def test_a_run_is_audited_where_an_event_loop_is_running_as_in_a_notebook(recorded: headrace.Run):
+    assert recorded.audit().problems == []
+
+
 def test_a_plot_is_shown_by_notebooks_and_saved(recorded: headrace.Run, tmp_path: Path):
     plot = recorded.plot("loss")
     assert plot._repr_svg_().startswith("<svg")
@@ -53,6 +57,7 @@ def test_a_plot_is_shown_by_notebooks_and_saved(recorded: headrace.Run, tmp_path
 
 def test_a_run_that_is_over_ends_its_events_and_cannot_be_stopped(recorded: headrace.Run):
     events = list(recorded.events())
+    assert all("reward/all/mean" in event.values for event in events if event.kind == "batch")
     assert [event.step for event in events if event.kind == "step"] == recorded.metrics("loss")["step"].to_pylist()
     with pytest.raises(BadInput):
         recorded.stop()

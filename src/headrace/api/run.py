@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -183,7 +184,8 @@ class Run:
         """Account for every prompt of the run, and check its journal and checkpoints."""
         from headrace.tools.audit.audit import audit_run
 
-        return audit_run(self.files)
+        with ThreadPoolExecutor(1) as thread:  # it runs an event loop, and a notebook has one already
+            return thread.submit(audit_run, self.files).result()
 
     def verify(self) -> Verification:
         """Compare all files of the run with their digests."""
@@ -241,7 +243,7 @@ class Run:
 
 
 def _events_of(record: Record) -> Iterator[Event]:
-    if "progress/rollouts" in record:
+    if REWARD in record:  # the last record of a run has totals alone
         yield Event("batch", record["step"], record)
     if "loss" in record:
         yield Event("step", record["step"], record)
