@@ -24,7 +24,7 @@ help:
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root) and Ray"
 	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
-	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root)"
+	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root), and the notebook"
 	@echo "make test-wheel  the built wheel in an environment of its own: demo, a new environment, uninstall"
 	@echo "make wheel      build the wheel and the source distribution in dist/"
 	@echo "make test-clients  other projects' clients of the server: lm-eval, inspect-ai, litellm, langchain, openai, openai-agents"

@@ -66,7 +66,7 @@ def main() -> None:
     for lock, what, names in (
         (DEV_LOCK, "What tests and checks need", more[0]),
         (RAY_LOCK, "Ray and its packages", more[1]),
-        (VIEW_LOCK, "The driver of a browser and its packages", more[2]),
+        (VIEW_LOCK, "What drives a browser and executes a notebook", more[2]),
     ):
         write(lock, f"{what} besides requirements.lock", {name: versions[name] for name in names - needed})
 

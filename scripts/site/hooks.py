@@ -1,7 +1,9 @@
-"""What the site adds to docs/: navigation, linked files from outside of it, and anchors of keys and metrics."""
+"""What the site adds to docs/: navigation, notebooks, linked files from outside, and anchors of keys and metrics."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 from pathlib import Path
@@ -26,7 +28,11 @@ def on_config(config: Any) -> Any:
         if heading := re.match(r"^\| ([A-Z][\w ]+) \| \|$", line):
             tables[heading[1]] = []
         elif line.startswith("| [") and tables:
-            pages = [link for _, link, _, _ in LINK.findall(line) if link.endswith(".md") and (DOCS / link).is_file()]
+            pages = [
+                link
+                for _, link, _, _ in LINK.findall(line)
+                if link.endswith((".md", ".ipynb")) and (DOCS / link).is_file()
+            ]
             tables[list(tables)[-1]] += [site_path((DOCS / page).resolve()) for page in pages]
     tables["Reference"].append(site_path(API))
     config["nav"] = ["index.md", site_path(ROOT / "README.md"), *({name: pages} for name, pages in tables.items())]
@@ -35,9 +41,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README, the page of the Python interface, and every file that a page links to from outside of docs/."""
+    """Add the README, the page of the Python interface, notebooks, and what pages link to outside of docs/."""
+    notebooks = list(DOCS.rglob("*.ipynb"))
     outside = {API, ROOT / "README.md"}
-    unread = [*DOCS.rglob("*.md"), *outside]
+    unread = [*DOCS.rglob("*.md"), *notebooks, *outside]
     while unread:
         page = unread.pop()
         for _, link, _, _ in LINK.findall(page.read_text(encoding="utf-8")):
@@ -46,7 +53,7 @@ def on_files(files: Files, config: Any) -> Files:
             if is_new and not target.is_relative_to(DOCS):
                 outside.add(target)
                 unread += [target] if target.suffix == ".md" else []
-    for path in sorted(outside):
+    for path in sorted([*outside, *notebooks]):
         files.append(File.generated(config, site_path(path), abs_src_path=str(path)))
     return files
 
@@ -54,8 +61,30 @@ def on_files(files: Files, config: Any) -> Files:
 def site_path(path: Path) -> str:
     if path == API:
         return f"{OUTSIDE}/api.md"
+    path = path.with_suffix(".md") if path.suffix == ".ipynb" else path
     inside = path.is_relative_to(DOCS)
     return path.relative_to(DOCS).as_posix() if inside else f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
+
+
+def on_page_read_source(page: Any, config: Any) -> str | None:
+    """Write a notebook with its outputs as Markdown; None: the page is read as it is."""
+    path = Path(page.file.abs_src_path)
+    if path.suffix != ".ipynb":
+        return None
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = {kind: "".join(value) for kind, value in output.get("data", {}).items()}
+            if svg := data.get("image/svg+xml"):
+                encoded = base64.b64encode(svg.encode()).decode()
+                parts.append(f"![Plot](data:image/svg+xml;base64,{encoded})")
+            elif html := data.get("text/html"):
+                parts.append(re.sub(r"<style.*?</style>\s*|\n\s*\n", "", html, flags=re.DOTALL))
+            else:
+                parts.append(f"```text\n{data.get('text/plain') or ''.join(output['text'])}\n```")
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -17,7 +17,7 @@ from tests.observe.runs import write_episodes, write_run
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCKS = re.findall(
-    r"^```\n(.*?)^```$", (REPOSITORY / "docs" / "how-to/comparing.md").read_text(), re.DOTALL | re.MULTILINE
+    r"^```\w+\n(.*?)^```$", (REPOSITORY / "docs" / "how-to/comparing.md").read_text(), re.DOTALL | re.MULTILINE
 )
 COMMANDS = [
     shlex.split(line.split(" #")[0])[1:]

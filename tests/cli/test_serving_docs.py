@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.cli.main import parse
-from headrace.cli.serve import greeting, read_target
+from headrace.cli.serve import greeting
 from headrace.config.inference import HttpConfig, InferenceConfig
 from headrace.errors import AGAIN
 from headrace.inference.backend import (
@@ -33,12 +31,6 @@ from tests.cli.chat_stand_in import chat_stand_in
 REPOSITORY = Path(__file__).parents[2]
 DOCS = (REPOSITORY / "docs" / "how-to/serving.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCS, re.DOTALL | re.MULTILINE)
-LINES = [line for language, text in BLOCKS if not language for line in text.splitlines()]
-COMMANDS = [
-    re.sub(r"^(\$ |HEADRACE_\w+=\S+ )+", "", line).split(" #")[0].split(" <")[0]
-    for line in LINES
-    if re.match(r"(\$ |HEADRACE_\w+=\S+ )*headrace ", line)
-]
 
 
 def cells(heading: str) -> list[list[str]]:
@@ -47,16 +39,6 @@ def cells(heading: str) -> list[list[str]]:
     assert table is not None
     rows = table.group().strip().splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_is_understood(command: str, tmp_path: Path):
-    words = shlex.split(command)[1:]
-    arguments = parse(words)
-    assert arguments.command == words[0]
-    if arguments.command == "serve" and arguments.target == "MODEL":
-        (tmp_path / "config.json").write_text("{}")
-        read_target(str(tmp_path), arguments.overrides)  # its keys exist and take these values
 
 
 def test_the_greeting_is_what_a_server_says():

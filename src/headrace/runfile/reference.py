@@ -37,7 +37,7 @@ FILES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "headrace rl, in short",
         "A YAML file with data, rewards and an objective, which is translated into a run file: "
-        "[hacking.md](../tutorials/hacking.md). The sections above may stand beside these. What goes into `kwargs` "
+        "[hacking.md](../how-to/hacking.md). The sections above may stand beside these. What goes into `kwargs` "
         "depends on the plugin; `headrace config --explain` prints it.",
         HackableConfig,
     ),

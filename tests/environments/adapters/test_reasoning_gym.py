@@ -196,7 +196,7 @@ def test_what_json_does_not_have_comes_back_as_it_was():
 
 
 def test_the_page_shows_what_runs_and_lists_every_family():
-    (commands, *_) = re.findall(r"^```\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (commands, *_) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     probing = [line.split()[1:] for line in commands.splitlines() if line.startswith("headrace ")]
     assert [parse(command).command for command in probing] == ["probe"]
     (run_file,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

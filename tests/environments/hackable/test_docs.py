@@ -1,4 +1,4 @@
-"""What docs/tutorials/hacking.md shows is what runs."""
+"""What docs/how-to/hacking.md shows is what runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.environments.rewards.registry import REWARDS
 from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
 from tests.environments.hackable.completions import scores_of, thought
 
-DOCS = (Path(__file__).parents[3] / "docs" / "tutorials/hacking.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/hacking.md").read_text()
 REWARD, DATA, OBJECTIVE, TRYING, *_ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 CHECK = """
 from headrace.environments.hackable import Scorer, build_rewards

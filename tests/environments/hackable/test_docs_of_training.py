@@ -1,4 +1,4 @@
-"""The algorithm and the loss of docs/tutorials/hacking.md, as one file of a user's own."""
+"""The algorithm and the loss of docs/how-to/hacking.md, as one file of a user's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.runfile.run import RunConfig
 from headrace.trainer.loss import PackedInputs
 from headrace.trainer.rl import losses
 
-DOCS = (Path(__file__).parents[3] / "docs" / "tutorials/hacking.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to/hacking.md").read_text()
 PARTS = [DOCS.partition(f"## {name}\n")[2].partition("\n## ")[0] for name in ("An algorithm", "A loss")]
 CODE = [code for part in PARTS for code in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
 SETTINGS = [tomllib.loads(text) for part in PARTS for text in re.findall(r"```toml\n(.*?)```", part, re.DOTALL)]

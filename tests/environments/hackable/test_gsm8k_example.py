@@ -51,7 +51,7 @@ def thoughts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def commands() -> list[list[str]]:
-    fenced = re.findall(r"^```\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```bash\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     lines = "".join(fenced).replace("\\\n", "").splitlines()
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("headrace ")]
 

@@ -422,7 +422,7 @@ def test_only_a_file_with_examples_and_nothing_to_reward_is_supervised(text: str
     assert kind_of([tmp_path / "mine.yaml"]) is kind
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tutorials/hacking.md").read_text().partition("## The run file")[2]
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to/hacking.md").read_text().partition("## The run file")[2]
 
 
 def test_the_file_and_the_commands_of_the_page_are_right(
@@ -435,7 +435,7 @@ def test_the_file_and_the_commands_of_the_page_are_right(
     for split in ("train", "test"):
         (data / f"{split}.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "#### 2"}\n')
     (tmp_path / "brief.yaml").write_text(PAGE.partition("```yaml\n")[2].partition("```")[0])
-    commands = [line for line in PAGE.partition("```\n")[2].splitlines() if line.startswith("headrace ")][:4]
+    commands = [line for line in PAGE.partition("```bash\n")[2].splitlines() if line.startswith("headrace ")][:4]
     assert len(commands) == 4
     for command in commands:
         words = command.split()[1:]

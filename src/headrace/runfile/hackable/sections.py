@@ -1,4 +1,4 @@
-"""Sections of the short run file (docs/tutorials/hacking.md), which `translation.py` translates into a run file."""
+"""Sections of the short run file (docs/how-to/hacking.md), which `translation.py` translates into a run file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translate a file with data, rewards and an objective (docs/tutorials/hacking.md) into a run file.
+"""Translate a file with data, rewards and an objective (docs/how-to/hacking.md) into a run file.
 
 The result is a tree of `RunConfig` with one environment, `hackable`. Sections of a run file are allowed beside those of
 the short form; their values take precedence over derived ones. Problems name the key that the user wrote.
