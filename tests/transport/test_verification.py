@@ -87,6 +87,13 @@ def test_a_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path):
     assert list(check_directory(tmp_path)) == [tmp_path / DIGESTS]
 
 
+def test_digests_that_were_copied_with_the_files_of_a_model_are_replaced(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    write_digests(tmp_path)
+    write_digests(tmp_path)
+    assert list(check_directory(tmp_path)) == [tmp_path / DIGESTS, tmp_path / "config.json"]
+
+
 def test_damaged_rollouts_are_not_read(run: RunDir):
     path = RolloutKind.EVAL.path(run.rollouts, 0)
     content = bytearray(path.read_bytes())

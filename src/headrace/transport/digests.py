@@ -36,8 +36,8 @@ def file_digest(path: Path) -> str:
 
 
 def write_digests(directory: Path) -> None:
-    """Write the digests of all files in a directory."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    """Write the digests of all files in a directory, over those that came with files of another one."""
+    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != DIGESTS)
     digests = {name: file_digest(directory / name) for name in names}
     (directory / DIGESTS).write_bytes(seal(DirectoryDigests(digests)))
 
@@ -54,6 +54,8 @@ def check_directory(directory: Path) -> Iterator[Path | DamagedFile]:
         return
     yield path
     for name, digest in digests.items():
+        if name == DIGESTS:
+            continue  # of the directory that the files were copied from: earlier versions wrote it
         yield check_file(directory / name, digest)
 
 
