@@ -18,12 +18,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from headrace.config.files import read_toml
 from headrace.config.monitors import TensorboardConfig, TrackioConfig, WandbConfig
@@ -32,6 +30,9 @@ from headrace.observe.histograms import BOUNDS, PREFIX, decode
 from headrace.observe.metrics import Record, Tail, read_metrics
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RolloutKind, RunDir
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # dry runs import this module without it
 
 log = logging.getLogger(__name__)
 
@@ -189,12 +190,16 @@ class Forwarder:
 
 
 def _read_table(path: Path) -> pa.Table:
+    import pyarrow.parquet as pq
+
     with pq.ParquetFile(path) as file:
         return file.read(columns=list(SAMPLE_COLUMNS))
 
 
 def _select_samples(table: pa.Table, count: int, seed: int) -> list[Record]:
     """Return up to `count` rollouts that did not fail, lowest reward first, with their messages as text."""
+    import pyarrow as pa
+
     rewards = np.array(table.column("reward").to_pylist(), np.float64)
     samples = table.take(pa.array(spread_over(rewards, count, seed), pa.int64())).to_pylist()
     return [{**sample, "messages": format_messages(msgspec.json.decode(sample["messages"]))} for sample in samples]
