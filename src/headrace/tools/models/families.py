@@ -11,6 +11,9 @@ from headrace.inference.model_shape import LATENT_KEYS
 
 LINEAR = "linear_attention"
 """What the embedded engine names when it refuses a model."""
+NO_TORCHVISION = "no: its code needs torchvision"
+UPDATE_NOT_SHOWN = "samples; updates not shown"
+NOT_TRIED = "not tried"
 
 
 class Family(NamedTuple):
@@ -22,7 +25,7 @@ class Family(NamedTuple):
     engine: str = ""
     """What the embedded engine does not compute, so that it refuses the model; empty: it samples from it."""
     vllm: str = ""
-    """Why vLLM (0.32, on CPUs) does not sample from the family's tiny model; empty: it does, and takes new weights."""
+    """What was not shown with vLLM 0.32 on CPUs; empty: it samples from the family and takes new weights."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -30,8 +33,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3"),
     "llama": Family("Llama 2 to 3.3, SmolLM2, Yi"),
     "mistral": Family("Mistral 7B, Mistral Nemo, Mistral Small 24B (text)"),
-    "gemma2": Family("Gemma 2"),
-    "gemma3_text": Family("Gemma 3 (text)"),
+    "gemma2": Family("Gemma 2", vllm=NOT_TRIED),
+    "gemma3_text": Family("Gemma 3 (text)", vllm=UPDATE_NOT_SHOWN),
     "phi3": Family("Phi-3, Phi-4"),
     "olmo2": Family("OLMo 2"),
     "olmo3": Family("OLMo 3"),
@@ -41,16 +44,16 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("EXAONE 4"),
     "starcoder2": Family("StarCoder2"),
     "ministral3": Family("Ministral 3"),
-    "gemma4_text": Family("Gemma 4 (text)"),
-    "qwen3_5_text": Family("Qwen3.5 (text)", engine=LINEAR),
+    "gemma4_text": Family("Gemma 4 (text)", vllm=UPDATE_NOT_SHOWN),
+    "qwen3_5_text": Family("Qwen3.5 (text)", engine=LINEAR, vllm=NO_TORCHVISION),
     "qwen3_moe": Family("Qwen3 30B-A3B, 235B-A22B", experts=True),
     "qwen2_moe": Family("Qwen1.5 and Qwen2 with experts", experts=True),
-    "mixtral": Family("Mixtral", experts=True),
-    "olmoe": Family("OLMoE", experts=True),
-    "granitemoe": Family("Granite 3 with experts", experts=True),
-    "gpt_oss": Family("gpt-oss", experts=True),
-    "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS),
-    "glm4_moe": Family("GLM-4.5", experts=True),
-    "minimax_m2": Family("MiniMax M2", experts=True),
-    "qwen3_5_moe_text": Family("Qwen3.5 with experts (text)", experts=True, engine=LINEAR),
+    "mixtral": Family("Mixtral", experts=True, vllm=NOT_TRIED),
+    "olmoe": Family("OLMoE", experts=True, vllm=NOT_TRIED),
+    "granitemoe": Family("Granite 3 with experts", experts=True, vllm=NOT_TRIED),
+    "gpt_oss": Family("gpt-oss", experts=True, vllm=NOT_TRIED),
+    "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS, vllm=NOT_TRIED),
+    "glm4_moe": Family("GLM-4.5", experts=True, vllm=NOT_TRIED),
+    "minimax_m2": Family("MiniMax M2", experts=True, vllm=NOT_TRIED),
+    "qwen3_5_moe_text": Family("Qwen3.5 with experts (text)", experts=True, engine=LINEAR, vllm=NO_TORCHVISION),
 }
