@@ -4,15 +4,12 @@ A published directory is a whole model or a LoRA adapter. An adapter is merged w
 started with, so that nothing of earlier versions is left: in float32, and only the result is rounded to the engine's
 type. For an engine on a GPU these weights are read once and kept in pinned memory, and each version is merged on the
 GPU while the engine samples. On a CPU they are read for each version, from the page cache; also for a GPU if host
-memory is too small to keep them: in turn while the engine pauses, so that there is no second copy of the model. Threads
-then read a few tensors ahead: one thread alone reads several times slower than the bus copies.
+memory is too small to keep them: one by one while the engine pauses, so that there is no second copy of the model.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,9 +34,6 @@ from headrace.transport.weights import checksum
 from headrace.transport.weights_link import is_linked
 
 Receive = Callable[[Path, Version], Received]
-
-READ_AHEAD_TENSORS = 4
-"""Tensors that are read ahead, each by a thread of its own: host memory for so many of them is pinned."""
 
 
 class PublishedWeights(msgspec.Struct):
@@ -110,7 +104,7 @@ class BaseWeights:
     def merge(self, adapter: Adapter, parameters: Mapping[str, Tensor], source: Path) -> Mapping[str, Tensor]:
         """Return the tensors that the model has parameters for, with the adapter's differences added.
 
-        They are on the GPU if they fit; if host memory is short, they are merged in turn as they are taken. Errors
+        They are on the GPU if they fit; if host memory is short, they are merged one by one as they are taken. Errors
         name the adapter's `source`.
         """
         lazy = MergedTensors(self, adapter, parameters, source)
@@ -144,20 +138,6 @@ class BaseWeights:
         path, _ = self.places[name]
         with _opened(path) as file:
             return file.get_tensor(name)  # type: ignore[no-any-return]
-
-    def read_ahead(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the tensors, while the next ones are read from their files into pinned memory."""
-        with ThreadPoolExecutor(READ_AHEAD_TENSORS, "base-weights") as readers:
-            reads: deque[Future[Tensor]] = deque()
-            for name in names:
-                reads.append(readers.submit(self._pinned_tensor, name))
-                if len(reads) > READ_AHEAD_TENSORS:
-                    yield reads.popleft().result()
-            yield from (read.result() for read in reads)
-
-    def _pinned_tensor(self, name: str) -> Tensor:
-        tensor = self.tensor(name)  # a view of the file's pages
-        return tensor if self.device.type != "cuda" else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def _read(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Read the tensors that the model has parameters for; its files may have others."""
@@ -203,36 +183,14 @@ class MergedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def items(self) -> ItemsView[str, Tensor]:
-        return _InTurn(self)
-
-    def in_turn(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors with their names, each merged while the next ones are read."""
-        yield from self._gates.items()
-        names = [name for name in self if name not in self._gates]
-        for name, tensor in zip(names, self._base.read_ahead(names), strict=True):
-            yield name, self._merged(name, tensor.to(self._base.device, non_blocking=True))
-
     def merged_on(self, name: str, device: torch.device) -> Tensor:
         if name in self._gates:
             return self._gates[name].to(device)
-        return self._merged(name, self._base.tensor(name).to(device, non_blocking=True))
-
-    def _merged(self, name: str, whole: Tensor) -> Tensor:
-        device = whole.device
+        whole = self._base.tensor(name).to(device, non_blocking=True)
         if name in self._matrices:
             a, b = self._matrices[name]
             whole = merged(whole, Matrices(a.to(device), b.to(device)), self._adapter.config.scaling)
         return whole.to(self._parameters[name].dtype)
-
-
-class _InTurn(ItemsView[str, Tensor]):
-    """Items that are read ahead."""
-
-    _mapping: MergedTensors
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._mapping.in_turn()
 
 
 class _Index(msgspec.Struct):
@@ -285,9 +243,9 @@ def install(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
         raise WeightsError(mismatch)
     targets = [parameters[name] for name in tensors]
     with torch.no_grad():
-        if isinstance(tensors, MergedTensors):  # in turn, since there is no memory for all of them
-            for name, tensor in tensors.items():
-                parameters[name].copy_(tensor)
+        if isinstance(tensors, MergedTensors):  # one by one, since there is no memory for all of them
+            for name, target in zip(tensors, targets, strict=True):
+                target.copy_(tensors[name])
         else:
             torch._foreach_copy_(targets, [*tensors.values()])
     for device in {target.device for target in targets if target.is_cuda}:
