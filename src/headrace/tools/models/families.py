@@ -11,8 +11,8 @@ from headrace.inference.model_shape import LATENT_KEYS
 
 LINEAR = "linear_attention"
 """What the embedded engine names when it refuses a model."""
+ASSERTION = "no: fails with an assertion"
 NO_TORCHVISION = "no: its code needs torchvision"
-UPDATE_NOT_SHOWN = "samples; updates not shown"
 NOT_TRIED = "not tried"
 
 
@@ -33,8 +33,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3"),
     "llama": Family("Llama 2 to 3.3, SmolLM2, Yi"),
     "mistral": Family("Mistral 7B, Mistral Nemo, Mistral Small 24B (text)"),
-    "gemma2": Family("Gemma 2", vllm=NOT_TRIED),
-    "gemma3_text": Family("Gemma 3 (text)", vllm=UPDATE_NOT_SHOWN),
+    "gemma2": Family("Gemma 2"),
+    "gemma3_text": Family("Gemma 3 (text)"),
     "phi3": Family("Phi-3, Phi-4"),
     "olmo2": Family("OLMo 2"),
     "olmo3": Family("OLMo 3"),
@@ -44,16 +44,16 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("EXAONE 4"),
     "starcoder2": Family("StarCoder2"),
     "ministral3": Family("Ministral 3"),
-    "gemma4_text": Family("Gemma 4 (text)", vllm=UPDATE_NOT_SHOWN),
+    "gemma4_text": Family("Gemma 4 (text)"),
     "qwen3_5_text": Family("Qwen3.5 (text)", engine=LINEAR, vllm=NO_TORCHVISION),
     "qwen3_moe": Family("Qwen3 30B-A3B, 235B-A22B", experts=True),
     "qwen2_moe": Family("Qwen1.5 and Qwen2 with experts", experts=True),
-    "mixtral": Family("Mixtral", experts=True, vllm=NOT_TRIED),
-    "olmoe": Family("OLMoE", experts=True, vllm=NOT_TRIED),
+    "mixtral": Family("Mixtral", experts=True),
+    "olmoe": Family("OLMoE", experts=True),
     "granitemoe": Family("Granite 3 with experts", experts=True, vllm=NOT_TRIED),
-    "gpt_oss": Family("gpt-oss", experts=True, vllm=NOT_TRIED),
+    "gpt_oss": Family("gpt-oss", experts=True, vllm=ASSERTION),
     "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS, vllm=NOT_TRIED),
-    "glm4_moe": Family("GLM-4.5", experts=True, vllm=NOT_TRIED),
+    "glm4_moe": Family("GLM-4.5", experts=True),
     "minimax_m2": Family("MiniMax M2", experts=True, vllm=NOT_TRIED),
     "qwen3_5_moe_text": Family("Qwen3.5 with experts (text)", experts=True, engine=LINEAR, vllm=NO_TORCHVISION),
 }
