@@ -50,10 +50,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family("Qwen1.5 and Qwen2 with experts", experts=True),
     "mixtral": Family("Mixtral", experts=True),
     "olmoe": Family("OLMoE", experts=True),
-    "granitemoe": Family("Granite 3 with experts", experts=True, vllm=NOT_TRIED),
+    "granitemoe": Family("Granite 3 with experts", experts=True),
     "gpt_oss": Family("gpt-oss", experts=True, vllm=ASSERTION),
     "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS, vllm=NOT_TRIED),
     "glm4_moe": Family("GLM-4.5", experts=True),
-    "minimax_m2": Family("MiniMax M2", experts=True, vllm=NOT_TRIED),
+    "minimax_m2": Family("MiniMax M2", experts=True, vllm="no: vLLM reads a scoring_func that its config lacks"),
     "qwen3_5_moe_text": Family("Qwen3.5 with experts (text)", experts=True, engine=LINEAR, vllm=NO_TORCHVISION),
 }
