@@ -13,7 +13,6 @@ LINEAR = "linear_attention"
 """What the embedded engine names when it refuses a model."""
 ASSERTION = "no: fails with an assertion"
 NO_TORCHVISION = "no: its code needs torchvision"
-NOT_TRIED = "not tried"
 
 
 class Family(NamedTuple):
@@ -52,7 +51,9 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family("OLMoE", experts=True),
     "granitemoe": Family("Granite 3 with experts", experts=True),
     "gpt_oss": Family("gpt-oss", experts=True, vllm=ASSERTION),
-    "deepseek_v3": Family("DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS, vllm=NOT_TRIED),
+    "deepseek_v3": Family(
+        "DeepSeek V3, R1, Kimi K2", experts=True, engine=LATENT_KEYS, vllm="no: not shown with a tiny model"
+    ),
     "glm4_moe": Family("GLM-4.5", experts=True),
     "minimax_m2": Family("MiniMax M2", experts=True, vllm="no: vLLM reads a scoring_func that its config lacks"),
     "qwen3_5_moe_text": Family("Qwen3.5 with experts (text)", experts=True, engine=LINEAR, vllm=NO_TORCHVISION),
