@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -10,7 +11,8 @@ from headrace.algorithms.base import Algorithm
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.schema import Health
+from headrace.inference.client.reference import ReferenceFailed
+from headrace.inference.schema import Health, Scores
 from headrace.orchestrator.crediting import PastPolicy, PolicyReference, set_up_algorithms
 from headrace.runfile.reading import validate
 from headrace.transport.endpoint import PAST_SERVER
@@ -60,7 +62,7 @@ async def test_a_policy_on_vllm_is_not_asked_for_scores_that_it_does_not_give(
 
 
 async def test_the_past_policy_scores_a_batch_with_its_version_also_after_its_server_was_restarted(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = RunDir(tmp_path)
     run.create_directories()
@@ -81,6 +83,9 @@ async def test_the_past_policy_scores_a_batch_with_its_version_also_after_its_se
         await past.listen()
         assert list(await reference.score([1, 2, 3], 1.0)) == [0.0, -3.0, -3.0]
         assert policy.version.step == 0 == policy.answered
+        monkeypatch.setattr(client, "score", AsyncMock(return_value=Scores([0.0, -1.0, -1.0], None)))
+        with pytest.raises(ReferenceFailed):  # and not for ever
+            await reference.score([1, 2, 3], 1.0)
         reference.use_batch(9)
         with refused(BadInput, file=run.weights.directory):
             await reference.score([1, 2, 3], 1.0)

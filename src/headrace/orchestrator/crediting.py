@@ -33,6 +33,9 @@ from headrace.transport.weights import WeightStore
 
 log = logging.getLogger(__name__)
 
+MAX_LOADS = 3
+"""Loads of one version for one score: a restarted server has lost it, one that loses it every time is broken."""
+
 
 class PolicyReference:
     """The live policy as a reference model: scores with the weights that its engines have at the moment."""
@@ -120,12 +123,13 @@ class PastPolicy(PolicyReference):
         raise ReferenceFailed(f"{self.name} only scores")
 
     async def _score(self, token_ids: list[int], temperature: float) -> Scores:
-        while True:
+        for _ in range(MAX_LOADS):
             await self._load()
             scores = await super()._score(token_ids, temperature)
             if scores.version is not None and scores.version.step == self._step:
                 return scores
             self._loaded = None
+        raise ReferenceFailed(f"{self.name} scores with {scores.version}, not with the weights after step {self._step}")
 
     async def _load(self) -> None:
         """Have the server load the version, unless it has it."""
