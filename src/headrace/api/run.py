@@ -49,13 +49,16 @@ class Event(NamedTuple):
 class Events:
     """The events of a run from its first step, until it has ended; for `for` and for `async for`."""
 
-    def __init__(self, metrics: Path, is_over: Callable[[], bool]) -> None:
-        self._tail, self._is_over = Tail(metrics), is_over
+    def __init__(
+        self, metrics: Path, is_over: Callable[[], bool], is_stale: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._tail, self._is_over, self._is_stale = Tail(metrics), is_over, is_stale
 
     def _read(self) -> list[Event] | None:
         """Return what is new; None once the run is over and everything has been read."""
         over = self._is_over()  # before the last records are read
-        found = [event for record in self._tail.read() for event in _events_of(record)]
+        records = [] if self._is_stale() else self._tail.read()
+        found = [event for record in records for event in _events_of(record)]
         return None if over and not found else found
 
     def __iter__(self) -> Iterator[Event]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from headrace.api.run import Event, Run, RunFailed
+from headrace.api.run import Event, Events, Run, RunFailed
 from headrace.config.base import ConfigError
 from headrace.errors import BAD_INPUT, BadInput
 from headrace.launch.hosts.base import ProcessSpec
@@ -29,8 +29,9 @@ RunFile = str | Path | Mapping[str, Any]
 class StartedRun(Run):
     """A run whose launcher this process has started. The run stops, and can be resumed, if this process ends."""
 
-    def __init__(self, directory: Path, argv: Sequence[str], folder: TemporaryDirectory[str]) -> None:
+    def __init__(self, directory: Path, argv: Sequence[str], folder: TemporaryDirectory[str], *, clean: bool) -> None:
         self.files = RunDir(directory)
+        self._replaced = _identity(self.files.metrics) if clean else None
         self._folder, self._lifeline = folder, Lifeline()
         spec = ProcessSpec("the run", [sys.executable, "-m", "headrace", *argv], {})
         self._process = Process(spec, Path(folder.name) / "output.log", self._lifeline)
@@ -43,6 +44,11 @@ class StartedRun(Run):
     @property
     def state(self) -> str:
         return "running" if self._process.running else super().state
+
+    def events(self) -> Events:
+        """Return what this run records; not the records of one that `clean` is about to delete."""
+        metrics, replaced = self.files.metrics, self._replaced
+        return Events(metrics, self._is_over, lambda: replaced is not None and _identity(metrics) == replaced)
 
     def stop(self) -> None:
         self._process.terminate()
@@ -83,7 +89,7 @@ def start(
         words.append("--resume" if resume is True else f"--resume={resume}")
     if clean:
         words.append("--clean")
-    return StartedRun(output_dir, [kind.COMMAND, *map(str, files), *words], folder)
+    return StartedRun(output_dir, [kind.COMMAND, *map(str, files), *words], folder, clean=clean)
 
 
 def run(
@@ -109,6 +115,13 @@ def run(
         while not started._is_over():
             started._process.wait(1.0)
         raise
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    if not file.is_file():
+        return None
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _files(config: RunFile | Sequence[str | Path], folder: Path) -> list[Path]:
