@@ -105,9 +105,9 @@ async def test_logprobs_come_as_objects_or_as_one_list(http: aiohttp.ClientSessi
         assert status == 400 and "flat_logprobs" in json.loads(content)["error"]["message"]
 
 
-async def test_an_episode_without_training_gets_replies_that_match(client: EngineClient, tiny_model: Path) -> None:
-    tokenizer = Tokenizer(tiny_model)
-    sampler = Sampler(client, make_renderer(tiny_model, tokenizer), tokenizer, 128, temperature=1.5)
+async def test_an_episode_without_training_gets_replies_that_match(client: EngineClient, model_directory: Path) -> None:
+    tokenizer = Tokenizer(model_directory)
+    sampler = Sampler(client, make_renderer(model_directory, tokenizer), tokenizer, 128, temperature=1.5)
     outputs = StructuredOutputs(choice=["yes", "no"])
     replies = [await sampler.open("s", str(n)).chat(HELLO, structured_outputs=outputs) for n in range(4)]
     assert {reply.text for reply in replies} <= {"yes", "no"}

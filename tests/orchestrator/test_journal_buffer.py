@@ -47,8 +47,8 @@ def batch_of(*groups: ScoredGroup, lose: int | None = None) -> TrainBatch:
     everyone = [r for group in groups for r in group.rollouts]
     return TrainBatch(
         list(groups),
-        [r for r in everyone if r.draw_id != lose],
-        [(r, "zero_advantage") for r in everyone if r.draw_id == lose],
+        kept=[r for r in everyone if r.draw_id != lose],
+        dropped=[(r, "zero_advantage") for r in everyone if r.draw_id == lose],
     )
 
 
