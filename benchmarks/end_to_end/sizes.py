@@ -1,8 +1,8 @@
 """A large shape on one GPU: planned, trained, saved, killed and resumed, as a user's run would be.
 
     python -m benchmarks.end_to_end.sizes --model 1.7b [--steps 10] [--interval 3] [--kill-after 7] [--KEY VALUE ...]
-    python -m benchmarks.end_to_end.sizes --model 8b --steps 40 --interval 8 --kill-after 13 --end-after 10 \\
-        --trainer.optim.state_bits 8
+    python -m benchmarks.end_to_end.sizes --model 8b --steps 5 --interval 5 --end-after 6 --directory /dev/shm \\
+        --trainer.optim.state_bits 8 --orchestrator.batch_size 64 --orchestrator.max_inflight_rollouts 96
     python -m benchmarks.end_to_end.sizes --model 32b --steps 5 --interval 2 --kill-after 3 \\
         --trainer.lora.r 16 --trainer.lora.save_merged false --weights /dev/shm
 
@@ -10,7 +10,8 @@ Random weights in the shape of a Qwen3, GSM8K's prompts with a coin for a reward
 After the metrics of step `--kill-after` every process of the run gets SIGKILL; then it is resumed to the end and
 audited. `memory` is the most host memory that was in use above that before the start, page cache and the weights'
 files aside, from MemAvailable. `stopped` is the time that training waited for a checkpoint. Other options go to
-`headrace rl`; the run keeps one checkpoint, so that the disk needs room for two.
+`headrace rl`. The run keeps one checkpoint, so that the disk needs room for two; with room for one, save at the last
+step alone and `--end-after` a later one: the resumed run gets more steps, and is killed before it saves.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=3, help="steps between two checkpoints")
     parser.add_argument("--kill-after", type=int, default=7, metavar="STEP")
     parser.add_argument(
-        "--end-after", type=int, metavar="STEP", help="kill the resumed run too, where a disk holds one checkpoint"
+        "--end-after", type=int, metavar="STEP", help="kill the resumed run too, where there is room for one checkpoint"
     )
     parser.add_argument("--weights", type=Path, help="where the weights are written (default: a temporary directory)")
     parser.add_argument("--directory", type=Path, help="where the run is written (default: a temporary directory)")
@@ -134,7 +135,6 @@ def main() -> None:
         settings = SETTINGS | {
             "output_dir": run.root,
             "model.name": Path(weights) / "model",
-            "max_steps": arguments.steps,
             "trainer.ckpt.interval": arguments.interval,
         }
         command = [sys.executable, "-m", "headrace", "rl", str(RUN_FILE)]
@@ -142,10 +142,12 @@ def main() -> None:
             if f"--{key}" not in overrides:
                 command += [f"--{key}", str(value)]
         command += overrides
-        subprocess.run([*command, "--dry-run"], check=True)
-        first = run_part("until it was killed", command, run, lambda step: step >= arguments.kill_after)
+        whole = [*command, "--max_steps", str(arguments.steps)]
+        subprocess.run([*whole, "--dry-run"], check=True)
+        first = run_part("first", whole, run, lambda step: step >= arguments.kill_after)
         end_after = arguments.end_after or arguments.steps + 1
-        resumed = run_part("resumed", [*command, "--resume"], run, lambda step: step >= end_after)
+        longer = [*command, "--max_steps", str(max(arguments.steps, end_after + 1)), "--resume"]
+        resumed = run_part("resumed", longer, run, lambda step: step >= end_after)
         console.print(table_of([first, resumed]))
         subprocess.run([sys.executable, "-m", "headrace", "audit", str(run.root)], check=False)
         for line in (run.logs / "trainer.log").read_text(errors="replace").splitlines():
