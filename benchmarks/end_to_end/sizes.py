@@ -132,22 +132,22 @@ def main() -> None:
         write_model(Path(weights) / "model", arguments.model)
         console.print(f"weights written in {time.monotonic() - begun:.0f} s")
         run = RunDir(Path(place) / "run")
-        settings = SETTINGS | {
-            "output_dir": run.root,
-            "model.name": Path(weights) / "model",
-            "trainer.ckpt.interval": arguments.interval,
-        }
-        command = [sys.executable, "-m", "headrace", "rl", str(RUN_FILE)]
-        for key, value in settings.items():
-            if f"--{key}" not in overrides:
-                command += [f"--{key}", str(value)]
-        command += overrides
-        whole = [*command, "--max_steps", str(arguments.steps)]
-        subprocess.run([*whole, "--dry-run"], check=True)
-        first = run_part("first", whole, run, lambda step: step >= arguments.kill_after)
+        settings = SETTINGS | {"output_dir": run.root, "model.name": Path(weights) / "model"}
+
+        def command_of(steps: int, interval: int) -> list[str]:
+            command = [sys.executable, "-m", "headrace", "rl", str(RUN_FILE)]
+            for key, value in (settings | {"max_steps": steps, "trainer.ckpt.interval": interval}).items():
+                if f"--{key}" not in overrides:
+                    command += [f"--{key}", str(value)]
+            return command + overrides
+
+        command = command_of(arguments.steps, arguments.interval)
+        subprocess.run([*command, "--dry-run"], check=True)
+        first = run_part("first", command, run, lambda step: step >= arguments.kill_after)
         end_after = arguments.end_after or arguments.steps + 1
-        longer = [*command, "--max_steps", str(max(arguments.steps, end_after + 1)), "--resume"]
-        resumed = run_part("resumed", longer, run, lambda step: step >= end_after)
+        if (arguments.end_after or 0) > arguments.steps:
+            command = command_of(end_after + 1, end_after + 1)
+        resumed = run_part("resumed", [*command, "--resume"], run, lambda step: step >= end_after)
         console.print(table_of([first, resumed]))
         subprocess.run([sys.executable, "-m", "headrace", "audit", str(run.root)], check=False)
         for line in (run.logs / "trainer.log").read_text(errors="replace").splitlines():

@@ -333,10 +333,16 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pyte
     assert checkpoint.latest(tmp_path) is None
 
 
-@pytest.mark.parametrize(("free", "copies"), [(0, False), (1 << 40, True)])
-def test_a_copy_is_taken_where_it_fits(free: int, copies: bool, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("free", "file_system", "copies"),
+    [(0, "ext4", False), (2, "ext4", True), (3, "tmpfs", False), (4, "tmpfs", True)],
+)
+def test_a_copy_is_taken_where_it_fits_beside_checkpoints_in_memory(
+    free: int, file_system: str, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(checkpoint, "file_system", lambda _: file_system)
     checkpoints = Checkpoints(tmp_path, Ranks(), keep_last=1)
     size = 100 * BUCKET_BYTES
-    taken = checkpoints.plan(size, free)
+    taken = checkpoints.plan(size, free * size)
     assert checkpoints.copies is copies
     assert taken == (size if copies else STREAM_BUCKETS * BUCKET_BYTES)

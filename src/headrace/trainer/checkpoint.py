@@ -19,7 +19,7 @@ import msgspec
 from torch import Tensor
 
 from headrace.errors import BadInput, Repaired
-from headrace.machine import free_memory
+from headrace.machine import file_system, free_memory
 from headrace.rollout.digest import Fingerprint, seal
 from headrace.rollout.schema import SCHEMA, DamagedFile, decode_versioned
 from headrace.trainer.host_copies import BUCKET_BYTES, STREAM_BUCKETS, fits_host
@@ -85,13 +85,16 @@ class Checkpoints:
         """Decide for this rank's `size` bytes whether a copy fits into `free` bytes; return the bytes that it takes."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         total = ranks_here * self.ranks.most(size)
+        if file_system(self.directory) == "tmpfs":
+            free -= (self.keep_last + 1) * total  # its files take host memory too
         self.copies = self.ranks.all(fits_host(total, free))
         how = (
             "copied to host memory and written in the background"
             if self.copies
             else "streamed to disk while training waits"
         )
-        log.info("checkpoints of %.1f GB are %s: %.1f GB of host memory is free", total / 1e9, how, free / 1e9)
+        left = max(0, free) / 1e9
+        log.info("checkpoints of %.1f GB are %s: %.1f GB of host memory is free", total / 1e9, how, left)
         return size if self.copies else min(size, STREAM_BUCKETS * BUCKET_BYTES)
 
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -213,6 +214,12 @@ def _sum_and_count(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.sum(), torch.full((), len(values), device=values.device)
 
 
+@cache
+def _ratio_bounds(device: torch.device) -> Tensor:
+    """Return the bounds of the histogram's bins; copied to a GPU once, since the copy waits for what runs there."""
+    return torch.tensor(BOUNDS["ratio"], dtype=torch.float64, device=device)
+
+
 class _Sums:
     """Sums and counts of metrics by name, on the device until the end of the step."""
 
@@ -238,7 +245,7 @@ class _Sums:
         members = inputs.loss_mask
         gap = inputs.trainer_logprobs.detach() - inputs.inference_logprobs
         ratios = gap.where(members, 0.0).clamp(max=MAX_LOG_RATIO).exp().double()
-        bounds = torch.tensor(BOUNDS["ratio"], dtype=torch.float64, device=ratios.device)
+        bounds = _ratio_bounds(ratios.device)
         if self._ratios is None:
             self._ratios = ratios.new_zeros(len(bounds) + 2)
         self._ratios.index_add_(0, torch.bucketize(ratios, bounds), members.double())
