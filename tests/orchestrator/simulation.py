@@ -331,7 +331,7 @@ class _Process:
         journal, settings = world.journal, world.settings
         self.on_policy = settings.max_async_level == 0
         if self.on_policy:
-            journal.reopen()
+            journal.rewind(journal.last_step(), keep_clock=True)
         self.recorded = {draw.id: draw.task_key for draw, *_ in journal.draws()}
         stateful = RunningBaseline()
         if states := journal.algorithm_states():

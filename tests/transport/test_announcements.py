@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.launch.driver import Driver
-from headrace.transport.announcements import DRIVER_VAR, KEY_VAR, announce, announcements, names, withdraw
+from headrace.transport.announcements import DRIVER_VAR, KEY_VAR, announce, announcements, names
 from headrace.transport.run_dir import RunDir
 
 
@@ -48,14 +48,14 @@ def test_an_announced_name_is_found_before_a_listing_shows_it(
         (folder / "new").touch()
         announce(folder / "new")
         announce(folder / "deleted since")
-        withdraw(folder / "stale")
+        announce(folder / "stale", withdrawn=True)
         wait_until(lambda: names(folder) == ["new"])
 
 
 def test_announcements_from_before_the_start_of_a_process_reach_it(driver: Driver, tmp_path: Path):
     (tmp_path / "a").touch()
     with announcements(tmp_path):
-        withdraw(tmp_path / "a")
+        announce(tmp_path / "a", withdrawn=True)
         wait_until(lambda: "a" not in names(tmp_path))
     assert "a" in names(tmp_path)
     with announcements(tmp_path):

@@ -152,7 +152,7 @@ def test_a_step_that_was_begun_can_be_opened_again_and_the_clock_goes_on(tmp_pat
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0), shipped(0), state="1", clock=Clock(1.0)), shipped=1)
     journal.commit(entries(draws(1, 2), dropped(1, "gated"), state="2", clock=Clock(5.0, 7)))
-    journal.reopen()
+    journal.rewind(journal.last_step(), keep_clock=True)
     assert journal.open_draws() == draws(1, 2)
     assert journal.algorithm_states() == {"env": learned("1")}
     assert journal.totals() == Totals(4, 40, {})
@@ -242,7 +242,7 @@ def test_every_row_has_the_epoch_of_its_writer_and_a_checksum(tmp_path: Path):
     assert rows(tmp_path, "SELECT id, epoch FROM draws") == [(0, 1), (1, 2), (2, 2), (3, 2)]
     assert rows(tmp_path, "SELECT number, epoch FROM starts") == [(1, 1), (2, 2)]
     assert second.find_damage() == []
-    second.reopen()
+    second.rewind(second.last_step(), keep_clock=True)
     assert second.find_damage() == []
     for table in ("draws", "drops", "steps", "algorithms", "clock", "data", "starts", "covered"):
         assert rows(tmp_path, f"SELECT COUNT(*) FROM {table} WHERE checksum IS NULL OR epoch IS NULL") == [(0,)]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from headrace.errors import BadInput
 from headrace.rollout.merge import merge_turns, observed_roles
 from headrace.rollout.types import Rollout, RolloutError, Sample, Turn
-from headrace.transport.rollout_files import RolloutFiles, SavedRollout, write_eval_rollouts, write_rollouts
+from headrace.transport.rollout_files import RolloutFiles, write_eval_rollouts, write_rollouts
+from headrace.transport.rollout_tables import SavedRollout
 from headrace.transport.run_dir import RolloutKind
 from tests.refusals import refused
 from tests.rollout.strategies import FIXED, STREAM_NAMES, assert_same, floats32

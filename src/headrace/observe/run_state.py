@@ -24,8 +24,7 @@ from headrace.observe.diagnosis import OUT_OF_MEMORY, RunState
 from headrace.observe.heartbeat import read_heartbeat
 from headrace.observe.metrics import History, Tail
 from headrace.observe.status import StatusReader
-from headrace.transport.blocking import in_daemon_thread
-from headrace.transport.files import MARKER, STEP
+from headrace.transport.files import MARKER, STEP, in_daemon_thread
 from headrace.transport.run_dir import RunDir
 
 TAIL_BYTES = 512 << 10

@@ -23,10 +23,7 @@ CAUSES = {
         "the gate of the curriculum rejected every group",
         "Widen its range, or see why rewards are equal within groups",
     ),
-    NO_REFERENCE: (
-        "the model that scores them returned no scores",
-        "Check that it is up; the log has its last error",
-    ),
+    NO_REFERENCE: ("the model that scores them returned no scores", "Check that it is up; the log has its last error"),
 }
 """Likely cause of an empty batch and what to change, by the drop reason of most rollouts."""
 MIN_FAILED_EPISODES = 32

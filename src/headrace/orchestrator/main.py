@@ -83,7 +83,9 @@ async def _run(
             if config.train.env:
                 _reconcile(run, journal, status)
                 if config.max_async_level == 0:
-                    journal.reopen()  # an interrupted step is repeated from its beginning, so the result is the same
+                    journal.rewind(
+                        journal.last_step(), keep_clock=True
+                    )  # repeats an interrupted step from its beginning
                 Commits(run, journal, config.keep_rollouts).delete_uncommitted()
             timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
             connect = partial(

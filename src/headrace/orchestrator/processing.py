@@ -65,11 +65,7 @@ class GroupScorer:
     """
 
     def __init__(
-        self,
-        environments: Mapping[str, Environment],
-        timeouts: Mapping[str, float | None],
-        *,
-        text_only: bool = False,
+        self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None], *, text_only: bool = False
     ) -> None:
         self._environments = environments
         self._timeouts = timeouts

@@ -34,13 +34,7 @@ class WeightWatcher:
     """`version` is what the engines sample from. A rewound trainer publishes a higher incarnation."""
 
     def __init__(
-        self,
-        weights: WeightStore,
-        client: EngineClient,
-        status: Status,
-        *,
-        deadline: float,
-        poll: float = 0.02,
+        self, weights: WeightStore, client: EngineClient, status: Status, *, deadline: float, poll: float = 0.02
     ) -> None:
         self.version = Version(0, 0)
         self._weights = weights

@@ -33,14 +33,7 @@ from headrace.trainer.tensor_files import (
     write_shards,
 )
 from headrace.transport.adapter import CONFIG as ADAPTER_CONFIG
-from headrace.transport.checkpoint_files import (
-    STATE,
-    TENSORS,
-    CheckpointMarker,
-    check_files,
-    digests_of,
-    read_marker,
-)
+from headrace.transport.checkpoint_files import STATE, TENSORS, CheckpointMarker, check_files, digests_of, read_marker
 from headrace.transport.files import MARKER, STEP, discard, draft_of, link_tree, move, sync
 
 log = logging.getLogger(__name__)

@@ -16,15 +16,7 @@ import torch
 from headrace.rollout.packing import STREAM_DEFAULTS, Bin, join_rows
 from headrace.rollout.types import LATENTS, ROUTES
 from headrace.trainer.loss import PackedInputs
-from headrace.trainer.packed_row import (
-    Kernel,
-    PackedRow,
-    common_prefix,
-    make_row,
-    on_device,
-    prefix_keys,
-    sort_key,
-)
+from headrace.trainer.packed_row import Kernel, PackedRow, common_prefix, make_row, on_device, prefix_keys, sort_key
 
 PENALTIES = ("k2", "k3")
 """Estimators of the divergence from a reference policy, on tokens of the rl component."""

@@ -18,7 +18,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import BadInput
-from headrace.transport.blocking import require_regular
+from headrace.transport.files import require_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

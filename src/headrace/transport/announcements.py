@@ -112,17 +112,8 @@ def announcements(root: Path, env: Mapping[str, str] = os.environ) -> Iterator[N
         driver.close()
 
 
-def announce(path: Path) -> None:
-    """Announce that a path exists now. Returns at once, and never fails."""
-    _post(path, withdrawn=False)
-
-
-def withdraw(path: Path) -> None:
-    """Announce that a path exists no longer."""
-    _post(path, withdrawn=True)
-
-
-def _post(path: Path, *, withdrawn: bool) -> None:
+def announce(path: Path, *, withdrawn: bool = False) -> None:
+    """Announce that a path exists now, or with `withdrawn` no longer. Returns at once, and never fails."""
     if _driver is not None and path.absolute().is_relative_to(_driver.root):
         _driver.post(path, withdrawn)
 

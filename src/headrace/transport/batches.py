@@ -46,15 +46,13 @@ class BatchStore:
         path = self.path(batch.step)
         return FileRecord(f"{path.parent.name}/{path.name}", len(content), digest_of(content))
 
-    def announce(self, step: int) -> Path:
-        """Make a prepared batch visible to the trainer."""
-        self._announce(self._prepared_path(step), step)
-        return self.path(step)
-
-    def _announce(self, prepared: Path, step: int) -> None:
-        os.replace(prepared, self.path(step))
+    def announce(self, step: int, prepared: Path | None = None) -> Path:
+        """Make a prepared batch visible to the trainer; `prepared`: its path, if it was adopted."""
+        path = self.path(step)
+        os.replace(prepared or self._prepared_path(step), path)
         sync(self.directory)
-        announce(self.path(step))
+        announce(path)
+        return path
 
     def adopt(self, epoch: int) -> None:
         """Rename prepared batches of older epochs: no process of those can announce them any more."""
@@ -68,7 +66,7 @@ class BatchStore:
             unfinished.unlink()
         for step, path in self._prepared().items():
             if step <= committed_through:
-                self._announce(path, step)
+                self.announce(step, path)
             else:
                 path.unlink()
 

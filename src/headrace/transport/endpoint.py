@@ -16,7 +16,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.rollout.digest import seal
 from headrace.rollout.schema import SCHEMA, decode_versioned
-from headrace.transport.announcements import announce, names, withdraw
+from headrace.transport.announcements import announce, names
 from headrace.transport.files import write_atomically
 
 PAST_SERVER = "past-1"
@@ -38,6 +38,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def new_endpoint_path(directory: Path, server: str) -> Path:
+    """Return the path of a new start of a server."""
     return directory / f"{server}.{uuid.uuid4().hex[:8]}.json"
 
 
@@ -90,7 +91,7 @@ def withdraw_endpoints(directory: Path, server: str) -> None:
 
 def withdraw_endpoint(path: Path) -> None:
     path.unlink(missing_ok=True)
-    withdraw(path)
+    announce(path, withdrawn=True)
 
 
 def read_endpoint(path: Path) -> Endpoint | None:

@@ -28,7 +28,7 @@ from typing import NoReturn
 from headrace.errors import FENCED, BadInput, Failure
 from headrace.rollout.digest import seal
 from headrace.rollout.schema import SchemaError, decode_versioned
-from headrace.transport.files import discard_drafts, refresh, temporary, use_drafts
+from headrace.transport.files import discard_drafts, temporary, use_drafts
 from headrace.transport.lease import RENEWAL_S, Holder, Lease, Observer, Verdict, is_gone, this_process
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,9 @@ def take_epoch(
     """
     directory = root / EPOCHS / role
     directory.mkdir(parents=True, exist_ok=True)
-    refresh(directory)
+    probe = temporary(directory / "refresh")  # a change of its own makes an NFS client forget a cached listing
+    probe.touch()
+    probe.unlink(missing_ok=True)
     observer, newest, waits = Observer(is_gone), 0, False
     while True:
         newest = max(newest, *numbers(directory), 0)
@@ -137,7 +139,10 @@ def _try_to_take(root: Path, role: str, number: int, on_fenced: OnFenced) -> Epo
     drafts = root / DRAFTS / f"{role}-{number}-{lease.holder.nonce}"
     drafts.mkdir(parents=True)
     try:
-        _create_lease(directory, number, lease)
+        with open(directory / f"{number}.json", "xb") as file:
+            file.write(seal(lease))
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         with suppress(FileNotFoundError):  # a process that has taken a later epoch deleted it
             drafts.rmdir()
@@ -176,8 +181,7 @@ def hold_epoch(root: Path, role: str) -> Iterator[Epoch]:
 
 def newest_lease(root: Path, role: str) -> Lease | None:
     directory = root / EPOCHS / role
-    newest = max(numbers(directory), default=0)
-    return read_lease(directory, newest) if newest else None
+    return read_lease(directory, max(numbers(directory), default=0))
 
 
 def is_held(root: Path, role: str) -> bool:
@@ -207,15 +211,6 @@ def read_lease(directory: Path, number: int) -> Lease | None:
         return decode_versioned(path.read_bytes(), Lease, str(path))
     except (FileNotFoundError, SchemaError, BadInput):
         return None
-
-
-def _create_lease(directory: Path, number: int, lease: Lease) -> None:
-    descriptor = os.open(directory / f"{number}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        os.write(descriptor, seal(lease))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exit(message: str) -> NoReturn:

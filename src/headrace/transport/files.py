@@ -1,4 +1,8 @@
-"""Atomic writes of files and directories: a reader sees a complete one or none, also after a kill; checked reads."""
+"""Atomic writes of files and directories: readers see a complete one or none, also after a kill. Reads that can block.
+
+Opening a FIFO or a device may block: these are refused before. No check finds a file on a mount whose server is gone:
+it is read in a thread that can be left behind.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,20 @@ import os
 import shutil
 import socket
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.errors import Fenced
 from headrace.rollout.schema import DamagedFile
+
+T = TypeVar("T")
 
 MARKER = "COMPLETE.json"
 """Written last into a directory that another process waits for; a directory without it is incomplete."""
@@ -62,13 +71,6 @@ def discard_drafts(directory: Path) -> None:
                 raise
         else:
             return
-
-
-def refresh(directory: Path) -> None:
-    """Make this host forget what it has cached of a directory: a change of its own makes a client of NFS look again."""
-    path = temporary(directory / "refresh")
-    path.touch()
-    path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -203,3 +205,28 @@ def check_regular(path: Path) -> None:
     """Raise `DamagedFile` unless a path is a regular file: opening a FIFO or a device could block for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise DamagedFile("not a regular file", file=path)
+
+
+def require_regular(path: Path) -> Path:
+    """Return the path of a regular file; raise `OSError` for another one or none."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return path
+
+
+def in_daemon_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function in a thread of its own, which does not delay the end of the process.
+
+    The threads of executors would: the interpreter waits for them.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"reading-{id(future):x}", daemon=True).start()
+    return future

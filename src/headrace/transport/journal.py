@@ -39,12 +39,7 @@ from headrace.transport.journal_entries import (
     Outcome,
     Totals,
 )
-from headrace.transport.journal_files import (
-    copy_journal,
-    delete_journal,
-    is_shared_between_hosts,
-    journals,
-)
+from headrace.transport.journal_files import copy_journal, delete_journal, is_shared_between_hosts, journals
 from headrace.transport.journal_schema import (
     JOURNAL_SCHEMA,
     RESTORE,
@@ -205,29 +200,24 @@ class Journal:
         if step > self.covered():
             self._db.execute("INSERT OR REPLACE INTO covered (id, step) VALUES (1, ?)", (step,))
 
-    def reopen(self) -> None:
-        """Rewind to the last shipped batch, but keep the clock: the current step starts again."""
-        clock, last = self.clock(), self.last_step()
-        with transaction(self._db):
-            self._rewind(last)
-            self._set_clock(last, clock)
+    def rewind(self, step: int, *, keep_clock: bool = False) -> None:
+        """Rewind to the moment when batch `step` had shipped: later draws are open again, with the same ids.
 
-    def rewind(self, step: int) -> None:
-        """Rewind to the moment when batch `step` had shipped: later draws are open again, with the same ids."""
-        with transaction(self._db):
-            self._rewind(step)
-
-    def _rewind(self, step: int) -> None:
-        db = self._db
-        db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
-        db.execute(
-            "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, rewards=NULL, "
-            "credited_tokens=0 WHERE step > ?",
-            (step,),
-        )
-        for table in ("steps", "algorithms", "clock", "files"):
-            db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
-        db.execute("UPDATE covered SET step = ? WHERE step > ?", (step, step))
+        `keep_clock`: time and tokens since then still count.
+        """
+        db, clock = self._db, self.clock()
+        with transaction(db):
+            db.execute("DELETE FROM drops WHERE draw IN (SELECT id FROM draws WHERE step > ?)", (step,))
+            db.execute(
+                "UPDATE draws SET state='drawn', step=NULL, reason=NULL, rollouts=0, tokens=0, credit=NULL, "
+                "rewards=NULL, credited_tokens=0 WHERE step > ?",
+                (step,),
+            )
+            for table in ("steps", "algorithms", "clock", "files"):
+                db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+            db.execute("UPDATE covered SET step = ? WHERE step > ?", (step, step))
+            if keep_clock:
+                self._set_clock(step, clock)
 
     def _set_clock(self, step: int, clock: Clock) -> None:
         self._db.execute(

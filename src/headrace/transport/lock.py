@@ -109,18 +109,18 @@ class DeviceLock:
     @property
     def any_cache_is_resident(self) -> bool:
         """Whether an engine has a KV cache that it could release at a hand-over."""
-        return self._cache.is_held_by_others
+        return self._cache.is_blocked(fcntl.LOCK_EX)
 
     @property
     def all_caches_are_resident(self) -> bool:
         """Whether every running engine has its KV cache, so that the trainer uses no memory of an engine."""
-        return self.any_cache_is_resident and not self._lent.is_held_by_others
+        return self.any_cache_is_resident and not self._lent.is_blocked(fcntl.LOCK_EX)
 
     # Engine side
 
     @property
     def is_requested_by_trainer(self) -> bool:
-        return self._wanted.is_held_exclusively_by_another
+        return self._wanted.is_blocked(fcntl.LOCK_SH)
 
     @property
     def requested_memory(self) -> int | None:
@@ -162,14 +162,6 @@ class _FileLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.is_held = False
 
-    @property
-    def is_held_by_others(self) -> bool:
-        return self._conflicts(fcntl.LOCK_EX)
-
-    @property
-    def is_held_exclusively_by_another(self) -> bool:
-        return self._conflicts(fcntl.LOCK_SH)
-
     def write(self, text: str) -> None:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
@@ -182,8 +174,8 @@ class _FileLock:
             os.close(self._descriptor)
             self._descriptor, self.is_held = -1, False
 
-    def _conflicts(self, mode: int) -> bool:
-        """Test whether another holder prevents this mode; only for a lock that is not held here."""
+    def is_blocked(self, mode: int) -> bool:
+        """Return whether another holder prevents this mode: LOCK_EX any, LOCK_SH an exclusive one. Not while held."""
         if not self._try_lock(mode):
             return True
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,9 +25,8 @@ from headrace.rollout.digest import seal
 from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
 from headrace.transport.announcements import announce, names
-from headrace.transport.blocking import require_regular
 from headrace.transport.digests import write_digests
-from headrace.transport.files import MARKER, draft_of, write_atomically, write_directory
+from headrace.transport.files import MARKER, draft_of, require_regular, write_atomically, write_directory
 from headrace.transport.weights_link import MANIFEST
 
 log = logging.getLogger(__name__)
@@ -165,9 +165,7 @@ class AcknowledgementMonitor:
     def __init__(
         self, weights: WeightStore, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._weights = weights
-        self._timeout_s = timeout_s
-        self._clock = clock
+        self._weights, self._timeout_s, self._clock = weights, timeout_s, clock
         self._last: Version | None = None
         self._since: float | None = None
         self._checked = -POLL_INTERVAL_S
@@ -220,5 +218,4 @@ def checksum(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _new_digest() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
+_new_digest = partial(hashlib.blake2b, digest_size=16)

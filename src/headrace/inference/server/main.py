@@ -32,7 +32,6 @@ from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.transport.blocking import in_daemon_thread
 from headrace.transport.endpoint import (
     PAST_SERVER,
     Endpoint,
@@ -41,6 +40,7 @@ from headrace.transport.endpoint import (
     withdraw_endpoints,
     write_endpoint,
 )
+from headrace.transport.files import in_daemon_thread
 from headrace.transport.lock import POLL_S, DeviceLock
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights_link import is_linked

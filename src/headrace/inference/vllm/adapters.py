@@ -19,7 +19,7 @@ from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.reading import DirectoryReader
 from headrace.rollout.version import Version
 from headrace.transport.adapter import CONFIG, TENSORS, AdapterError, read_config
-from headrace.transport.blocking import require_regular
+from headrace.transport.files import require_regular
 from headrace.transport.weights import checksum
 
 log = logging.getLogger(__name__)

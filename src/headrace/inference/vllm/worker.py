@@ -33,7 +33,7 @@ from headrace.inference.weights.published import (
 )
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
-from headrace.transport.blocking import in_daemon_thread
+from headrace.transport.files import in_daemon_thread
 
 _HEAD = "lm_head.weight"
 FETCH_SKEW_S = 120.0

@@ -29,7 +29,7 @@ from headrace.inference.weights.link import Received
 from headrace.machine import free_memory
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterError, Matrices, is_adapter, merged, read_adapter
-from headrace.transport.blocking import require_regular
+from headrace.transport.files import require_regular
 from headrace.transport.weights import checksum
 from headrace.transport.weights_link import is_linked
 

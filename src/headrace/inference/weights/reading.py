@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.inference.weights.errors import WeightsUnreachable
-from headrace.transport.blocking import in_daemon_thread
+from headrace.transport.files import in_daemon_thread
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.transport.rollout_files import RolloutFiles, SavedRollout
+from headrace.transport.rollout_files import RolloutFiles
+from headrace.transport.rollout_tables import SavedRollout
 
 CANCELLED = frozenset({"off_policy", "on_policy", "max_steps"})
 """Drop reasons of whole groups, independent of their credit."""

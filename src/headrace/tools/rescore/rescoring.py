@@ -40,7 +40,8 @@ from headrace.tools.rescore.comparison import Collector, Comparison
 from headrace.tools.rescore.credit import Member, Rescored, rescore
 from headrace.tools.rescore.credited_groups import CreditedGroups
 from headrace.transport.journal import Journal
-from headrace.transport.rollout_files import RolloutFiles, SavedRollout
+from headrace.transport.rollout_files import RolloutFiles
+from headrace.transport.rollout_tables import SavedRollout
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from headrace.rollout.types import Rollout, Sample
 from headrace.tools.view.charts import suggest_charts
 from headrace.tools.view.runs import NotFound, ViewedRun, cached, identity, main_settings
 from headrace.tools.view.token_text import find_tokenizer, texts_of
-from headrace.transport.rollout_files import RolloutFiles, SavedRollout
+from headrace.transport.rollout_files import RolloutFiles
+from headrace.transport.rollout_tables import SavedRollout
 from headrace.transport.run_dir import RolloutKind
 from headrace.transport.token_exports import read_header
 
