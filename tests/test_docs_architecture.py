@@ -36,7 +36,8 @@ def test_a_place_to_add_something_exists_and_has_its_decorator(row: list[str]):
     paths = [name for name in code if name.startswith("src/")]
     assert paths
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    files = [file for path in paths for file in sorted((REPOSITORY / path).glob("*.py"))]
+    places = [REPOSITORY / path for path in paths]
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.glob("*.py")))]
     for decorator in (name for name in code if name.startswith("@")):
         assert any(decorator in file.read_text() for file in files), decorator
 

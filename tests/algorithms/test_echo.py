@@ -9,7 +9,7 @@ import pytest
 from headrace.algorithms.base import RolloutView
 from headrace.algorithms.echo import Echo
 from headrace.algorithms.group_credit import GroupCredit
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import ROLES, Message, Rollout, Task, Turn
 from headrace.text.prompt import PromptRenderer

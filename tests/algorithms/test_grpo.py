@@ -5,7 +5,7 @@ import pytest
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
 from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from tests.algorithms.groups import advantages, make_group
 
 

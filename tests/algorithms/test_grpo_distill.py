@@ -7,7 +7,7 @@ import pytest
 
 from headrace.algorithms.grpo_distill import GrpoDistill, GrpoDistillConfig
 from headrace.config.base import ConfigError
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.rollout.routing import gradient_shares, route_actions, training_problem
 from headrace.tools.check_algorithm.fixtures import TEACHER, algorithm_config
 from tests.algorithms.teachers import Teacher, pretended_logprobs, rollout_of, set_up, survivors

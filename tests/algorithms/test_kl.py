@@ -8,7 +8,7 @@ import pytest
 from headrace.algorithms.base import Algorithm, MakeContext
 from headrace.algorithms.kl import METRIC, estimate, make_algorithm
 from headrace.environments.base import Environment
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.orchestrator.processing import Filter, TrainProcessing
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout

@@ -1,7 +1,7 @@
 """SFT inside a run: the teacher's tokens, by cross-entropy."""
 
 from headrace.algorithms.sft import Sft
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.rollout.routing import route_actions
 from tests.algorithms.teachers import rollout_of, set_up, survivors
 

@@ -17,7 +17,7 @@ from headrace.environments.base import Environment, tasks_of
 from headrace.environments.shipped.reverse_text import Copying
 from headrace.errors import BadInput
 from headrace.launch.own_code import save_folders
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.orchestrator.processing import Filter, TrainProcessing
 from headrace.orchestrator.signals import TrainBatch
 from headrace.rollout.types import Group, Rollout, Task

@@ -26,7 +26,7 @@ from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
 from headrace.orchestrator.curriculum import DifficultyPool
 from headrace.orchestrator.evaluation import EvalEnv, EvalSource
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.pipeline import Pipeline, PipelineSettings

@@ -44,8 +44,8 @@ def test_a_resumed_step_is_not_evaluated_again():
 def test_the_last_version_is_evaluated_only_if_it_was_not():
     source = EvalSource([env()], evaluated={"heldout": Version(0, 0)})
     due_versions(source, [10])
-    assert source.overdue_at_end(Version(0, 10)) == []
-    assert [entry.name for entry in source.overdue_at_end(Version(0, 12))] == ["heldout"]
+    assert source.due(Version(0, 10), final=True) == []
+    assert [entry.name for entry in source.due(Version(0, 12), final=True)] == ["heldout"]
 
 
 def scored(group: Group) -> ScoredGroup:
@@ -86,9 +86,9 @@ def test_a_pinned_epoch_holds_the_version_until_its_last_group_is_in():
     first, second = source.open(entry, Version(0, 0))
     tracker.open(entry, Version(0, 0), [first, second])
     tracker.add(scored(first))
-    assert tracker.pins_version
+    assert tracker.pinned
     tracker.add(scored(second))
-    assert not tracker.pins_version
+    assert not tracker.pinned
 
 
 def test_an_environment_without_tasks_is_refused_by_name():

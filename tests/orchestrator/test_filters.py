@@ -5,9 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.orchestrator.filters.gibberish import is_gibberish
-from headrace.orchestrator.filters.repetition import is_repetitive
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage, is_gibberish, is_repetitive
 from headrace.rollout.types import NOT_SAMPLED, Rollout, Sample
 
 VOCAB = 1000

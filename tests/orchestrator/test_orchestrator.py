@@ -23,7 +23,7 @@ from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.observe.status import Status
 from headrace.orchestrator import main
 from headrace.orchestrator.audit import find_violations
-from headrace.orchestrator.pipeline import RunFailed
+from headrace.orchestrator.empty_batches import RunFailed
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import Version, staleness

@@ -16,7 +16,7 @@ from headrace.algorithms.grpo import Grpo
 from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
 from headrace.environments.base import Environment, EpisodeError
 from headrace.orchestrator.batch_metrics import step_metrics
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.orchestrator.gate import AdvantageRange
 from headrace.orchestrator.processing import AlgorithmFailed, EvalProcessing, Filter, TrainProcessing
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch

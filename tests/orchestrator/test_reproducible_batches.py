@@ -8,9 +8,10 @@ import pytest
 
 from headrace.inference.schema import Health
 from headrace.orchestrator.concurrency import Concurrency
+from headrace.orchestrator.empty_batches import RunFailed
 from headrace.orchestrator.evaluation import EvalSource
 from headrace.orchestrator.journal_buffer import JournalBuffer
-from headrace.orchestrator.pipeline import Pipeline, PipelineSettings, RunFailed
+from headrace.orchestrator.pipeline import Pipeline, PipelineSettings
 from headrace.orchestrator.signals import (
     Action,
     Arrival,

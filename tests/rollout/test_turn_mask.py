@@ -10,8 +10,7 @@ from headrace.algorithms.base import RolloutView
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
 from headrace.environments.channel import decoder, encode
-from headrace.orchestrator.filters.gibberish import is_gibberish
-from headrace.orchestrator.filters.repetition import is_repetitive
+from headrace.orchestrator.filters import is_gibberish, is_repetitive
 from headrace.rollout.checks import check_rollout
 from headrace.rollout.credit import Cohort
 from headrace.rollout.merge import merge_turns

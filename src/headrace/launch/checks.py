@@ -46,7 +46,7 @@ from headrace.launch.saved_config import read_model_file
 from headrace.machine import visible_gpus
 from headrace.observe.monitors import wandb_mode
 from headrace.observe.tracing import check_installed
-from headrace.orchestrator.filters.custom import CustomFilterConfig
+from headrace.orchestrator.filters import CustomFilterConfig
 from headrace.runfile.reading import filled_sources
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import cached_model_directory, model_directory, read_settings

@@ -35,9 +35,7 @@ class Commits:
     """Writes the commits of a run; used from one thread at a time."""
 
     def __init__(self, run: RunDir, journal: Journal, keep_rollouts: int) -> None:
-        self._run = run
-        self._journal = journal
-        self._keep_rollouts = keep_rollouts
+        self._run, self._journal, self._keep_rollouts = run, journal, keep_rollouts
 
     def prepare(self, batch: Batch, kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, str]]) -> PreparedStep:
         """Write the files of a step, before its commit."""

@@ -44,11 +44,9 @@ class Prompter:
     """Builds prompts of fewer than `seq_len` tokens; long ones in threads, `pool_size` of them at once."""
 
     def __init__(self, renderer: Renderer, tokenizer: Tokenizer, seq_len: int, pool_size: int = 1) -> None:
+        self.tokenizer, self.seq_len, self._renderer = tokenizer, seq_len, renderer
         self.parser = CompletionParser(renderer, tokenizer)
-        self._renderer = renderer
-        self.tokenizer = tokenizer
         self.prompts = PromptRenderer(renderer)
-        self._seq_len = seq_len
         self._pool = asyncio.Semaphore(pool_size)
         self._has_checked_tools = False
 
@@ -59,9 +57,6 @@ class Prompter:
         prompt = await self._render(messages, tools, continuation)
         self._check_length(len(prompt.ids))
         return prompt
-
-    def max_completion_tokens(self, prompt_tokens: int) -> int:
-        return self._seq_len - prompt_tokens
 
     async def run_in_pool(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in one of the rendering threads."""
@@ -95,8 +90,8 @@ class Prompter:
         self._has_checked_tools = True
 
     def _check_length(self, tokens: int, qualifier: str = "") -> None:
-        if tokens >= self._seq_len:
-            raise PromptTooLong(f"the conversation has {qualifier}{tokens} tokens and seq_len is {self._seq_len}")
+        if tokens >= self.seq_len:
+            raise PromptTooLong(f"the conversation has {qualifier}{tokens} tokens and seq_len is {self.seq_len}")
 
 
 async def run_inline_or_in_thread(inline: bool, function: Callable[..., T], *args: Any) -> T:
@@ -140,9 +135,7 @@ class Conversation:
     """The `Context` of one episode."""
 
     def __init__(self, source: ReplySource, session: str, episode: str) -> None:
-        self._source = source
-        self._session = session
-        self._episode = episode
+        self._source, self._session, self._episode = source, session, episode
         self._requests: Counter[bytes] = Counter()
         self._replies: dict[bytes, list[tuple[Message, Turn]]] = {}
         """By the hash of the conversation up to the reply at that time: an environment may change its messages."""
@@ -166,10 +159,12 @@ class Conversation:
         name = f"{self._episode}-{digest.hex()}-{self._requests[digest]}"
         prompter = self._source.prompter
         prompt = await prompter.prompt(messages, tools, self._continuation(messages, hashes))
-        limit = prompter.max_completion_tokens(len(prompt.ids))
+        limit = prompter.seq_len - len(prompt.ids)
         if max_tokens is not None:
             limit = min(limit, max_tokens)
-        first_call = _count_calls(messages)
+        # Calls that could not be parsed are in no message, but have a result.
+        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+        first_call = max(calls, sum(message.get("role") == "tool" for message in messages))
         request = TurnRequest(prompt, messages, tools, limit, self._session, name, first_call, structured_outputs)
         with tracing.span("turn", prompt_tokens=len(prompt.ids), max_tokens=limit):
             reply = await self._source.reply(request)
@@ -195,12 +190,6 @@ def _prefix_hashes(messages: list[Message], tools: list[dict[str, Any]]) -> list
         hashes.append(hashes[-1].copy())
         hashes[-1].update(encode(message))
     return hashes
-
-
-def _count_calls(messages: list[Message]) -> int:
-    """Count tool calls so far; those that could not be parsed are in no message, but have a result."""
-    calls = sum(len(message.get("tool_calls") or ()) for message in messages)
-    return max(calls, len([message for message in messages if message.get("role") == "tool"]))
 
 
 def derive_seed(name: str) -> int:

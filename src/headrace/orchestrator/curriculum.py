@@ -212,10 +212,8 @@ class CheckedSampler:
     """An environment's sampler, which may be user code: checks its draws and names it in errors."""
 
     def __init__(self, env: str, tasks: Sequence[Task], sampler: TaskSampler, seed: str) -> None:
-        self._env = env
-        self._seed = seed
+        self._env, self._sampler, self._seed = env, sampler, seed
         self._by_key = {task.key: task for task in tasks}
-        self._sampler = sampler
         self.observed = 0
         """Number of calls of `observe`."""
 

@@ -62,16 +62,15 @@ class EpisodeRunner(msgspec.Struct):
     """Vocabulary of the model that is trained on the rollouts; None if none is."""
 
 
-class _Running:
+class _Running(msgspec.Struct):
     """An episode in flight."""
 
-    def __init__(self, episode: Episode, task: asyncio.Task[list[Rollout]]) -> None:
-        self.episode = episode
-        self.task = task
-        self.started = time.monotonic()
-        self.cancelled_with: RolloutError | None = None
-        """Why the dispatcher cancelled it, if it did."""
-        self.timer: asyncio.TimerHandle | None = None
+    episode: Episode
+    task: asyncio.Task[list[Rollout]]
+    started: float = msgspec.field(default_factory=time.monotonic)
+    cancelled_with: RolloutError | None = None
+    """Why the dispatcher cancelled it, if it did."""
+    timer: asyncio.TimerHandle | None = None
 
 
 class _StartLimiter:
@@ -106,9 +105,7 @@ class Dispatcher:
         deliver: Callable[[Arrival], None],
         grace: float = CANCEL_GRACE_S,
     ) -> None:
-        self._runners = runners
-        self._deliver = deliver
-        self._grace = grace
+        self._runners, self._deliver, self._grace = runners, deliver, grace
         self._limiter = _StartLimiter()
         self._running: dict[int, _Running] = {}
         self._logged: set[str] = set()
@@ -199,9 +196,8 @@ class Dispatcher:
             log.error(
                 "an episode of %s did not end after its cancellation (%s) and is abandoned. An environment must let "
                 "CancelledError through and not compute for long on the event loop (workers = N helps)",
-                running.episode.env,
-                running.cancelled_with.reason,
-            )
+                running.episode.env, running.cancelled_with.reason,
+            )  # fmt: skip
             self._arrive(running, [self._failed(running.episode, running.cancelled_with)])
 
     def _on_end(self, running: _Running, task: asyncio.Task[list[Rollout]]) -> None:

@@ -64,10 +64,8 @@ class Drift:
         max_model_len: int,
         timeout: float = PROBE_TIMEOUT_S,
     ) -> None:
-        self._client = client
-        self._timeout = timeout
-        self._probes = probes
-        self._completions = completions
+        self._client, self._probes = client, probes
+        self._completions, self._timeout = completions, timeout
         self._max_tokens = max_model_len - 1  # an engine that scores a prompt also samples a token after it
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._window: _Window | None = None
@@ -173,11 +171,8 @@ class _Window:
             self.discarded += task.cancel()
         if not (self.means.counts or self.discarded or self.failed):
             return None
-        return self.version.step, {
-            **part_values(self.means),
-            "drift/discarded": self.discarded,
-            "drift/failed": self.failed,
-        }
+        counts = {"drift/discarded": self.discarded, "drift/failed": self.failed}
+        return self.version.step, part_values(self.means) | counts
 
 
 def truncation(samples: Iterable[Sample]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Detection of runs that produce nothing to train on: failed episodes in a row, and empty batches in a row.
 
-Single losses are ignored. Methods that record a result return why the run must end, or None.
+Single losses are ignored. Methods that record a result raise `RunFailed` if the run must end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Set
 
 from headrace.algorithms.teacher import NO_REFERENCE
+from headrace.errors import Failure
 from headrace.orchestrator.gate import GATED
 from headrace.orchestrator.signals import ScoredGroup, TrainBatch
 from headrace.transport.journal_entries import GROUP_FAILED
@@ -28,6 +29,10 @@ CAUSES = {
 """Likely cause of an empty batch and what to change, by the drop reason of most rollouts."""
 MIN_FAILED_EPISODES = 32
 """Failed episodes in a row that end a run, or those of two batches if that is more."""
+
+
+class RunFailed(Failure):
+    """The run cannot continue. The message names the cause."""
 
 
 class EmptyBatches:
@@ -51,10 +56,10 @@ class EmptyBatches:
         self._advice = ""
 
     @property
-    def problem(self) -> str | None:
-        """Return why no batch ships although rollouts arrive; None if the last batch was not empty."""
+    def problem(self) -> str:
+        """Return why no batch ships although rollouts arrive; empty if the last batch was not empty."""
         if not self._empty_batches:
-            return None
+            return ""
         limit = self._max_empty_batches
         stop = (
             "Sampling continues: Ctrl-C stops it, orchestrator.max_empty_batches = N ends a run after N such batches"
@@ -64,7 +69,7 @@ class EmptyBatches:
         count = f"{self._empty_batches} batch{'es' * (self._empty_batches > 1)}"
         return f"{count} in a row had nothing to train on: {self._cause}. {self._advice}. {stop}."
 
-    def record_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> str | None:
+    def record_group(self, scored: ScoredGroup, step: int, rollouts_per_batch: int) -> None:
         """Record a processed group. Groups without a remaining rollout count as an empty batch once they fill one."""
         errors = [rollout for rollout, reason in scored.dropped if rollout.error is not None and reason != GROUP_FAILED]
         if len(errors) < scored.arrived:
@@ -75,31 +80,30 @@ class EmptyBatches:
         if self._failures.total() >= limit and self._environments <= self._failures.keys():
             last = errors[-1]
             assert last.error is not None
-            return (
+            raise RunFailed(
                 f"{self._failures.total()} episodes in a row failed and none succeeded; the last, in environment "
                 f"{last.env!r}: {last.error.reason}: {last.error.detail}"
             )
         if scored.rollouts:
             self._dropped.clear()
             self._rewards.clear()
-            return None
+            return
         self._dropped.update(reason for _, reason in scored.dropped)
         self._rewards += [rollout.reward for rollout, reason in scored.dropped if reason == NO_ADVANTAGE]
         self._dropped["not_trainable"] += scored.arrived - len(scored.dropped)
-        if self._dropped.total() < rollouts_per_batch:
-            return None
-        dropped, self._dropped = self._dropped, Counter()
-        rewards, self._rewards = self._rewards, []
-        return self._record_empty(step, dropped, rewards)
+        if self._dropped.total() >= rollouts_per_batch:
+            dropped, self._dropped = self._dropped, Counter()
+            rewards, self._rewards = self._rewards, []
+            self._record_empty(step, dropped, rewards)
 
-    def record_batch(self, batch: TrainBatch, step: int) -> str | None:
+    def record_batch(self, batch: TrainBatch, step: int) -> None:
         if batch.kept:
             self._empty_batches = 0
-            return None
-        reasons = Counter(reason for _, reason in batch.dropped)
-        return self._record_empty(step, reasons, [r.reward for r, reason in batch.dropped if reason == NO_ADVANTAGE])
+        else:
+            rewards = [rollout.reward for rollout, reason in batch.dropped if reason == NO_ADVANTAGE]
+            self._record_empty(step, Counter(reason for _, reason in batch.dropped), rewards)
 
-    def _record_empty(self, step: int, reasons: Counter[str], rewards: list[float]) -> str | None:
+    def _record_empty(self, step: int, reasons: Counter[str], rewards: list[float]) -> None:
         counts = +reasons
         self._cause, self._advice = likely_cause(counts.most_common(1)[0][0], rewards)
         self._empty_batches += 1
@@ -107,9 +111,8 @@ class EmptyBatches:
         message = f"a batch for step {step} had nothing to train on ({words}); {self._cause}. {self._advice}"
         if self._empty_batches.bit_count() == 1:  # a power of two: there may be several in a second
             log.warning("%s (%d in a row)", message, self._empty_batches)
-        if self._max_empty_batches is None or self._empty_batches < self._max_empty_batches:
-            return None
-        return f"{self._empty_batches} empty batches in a row: {message}"
+        if self._max_empty_batches is not None and self._empty_batches >= self._max_empty_batches:
+            raise RunFailed(f"{self._empty_batches} empty batches in a row: {message}")
 
 
 def likely_cause(reason: str, rewards: list[float]) -> tuple[str, str]:

@@ -58,17 +58,13 @@ class EvalSource:
             if version.incarnation > done.incarnation:
                 self._evaluated[name] = Version(version.incarnation, min(done.step, kept))
 
-    def due(self, version: Version) -> list[EvalEnv]:
-        """Return the environments that passed a multiple of their interval since their last evaluation."""
-        return [
-            env
-            for env in self._environments
-            if version.step // env.interval > self._evaluated[env.name].step // env.interval
-        ]
+    def due(self, version: Version, *, final: bool = False) -> list[EvalEnv]:
+        """Return the environments that passed a multiple of their interval since their last evaluation.
 
-    def overdue_at_end(self, version: Version) -> list[EvalEnv]:
-        """Return the environments on which the final version has not been evaluated."""
-        return [env for env in self._environments if self._evaluated[env.name].step < version.step]
+        With `final` those on which this version has not been evaluated.
+        """
+        intervals = [(env, 1 if final else env.interval) for env in self._environments]
+        return [env for env, every in intervals if version.step // every > self._evaluated[env.name].step // every]
 
     def open(self, env: EvalEnv, version: Version) -> list[Group]:
         """Return the groups of one evaluation of an environment."""
@@ -89,13 +85,8 @@ class EvalTracker:
         """Evaluations that are opened and not reported."""
         self._opened = 0
         """Groups of all evaluations since the last time that none was open."""
-        self._pinned = 0
-        """Pinned evaluations that are not complete."""
-
-    @property
-    def pins_version(self) -> bool:
-        """Return whether an open evaluation must be sampled from the current weights to its end."""
-        return self._pinned > 0
+        self.pinned = 0
+        """Evaluations that are not complete and must be sampled from the current weights to their end."""
 
     @property
     def tasks(self) -> tuple[int, int]:
@@ -107,7 +98,7 @@ class EvalTracker:
         batch = EvalBatch(env.name, version, env.group_size, env.solved, now, env.pinned, len(groups))
         self._batch_of.update({group.id: batch for group in groups})
         self.open_epochs += 1
-        self._pinned += env.pinned
+        self.pinned += env.pinned
 
     def add(self, scored: ScoredGroup) -> EvalBatch | None:
         """Add a complete group; return the batch of its evaluation if this was the last group."""
@@ -116,7 +107,7 @@ class EvalTracker:
         batch.missing -= 1
         if batch.missing:
             return None
-        self._pinned -= batch.pinned
+        self.pinned -= batch.pinned
         return batch
 
     def close(self) -> None:

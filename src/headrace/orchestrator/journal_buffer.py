@@ -36,7 +36,8 @@ class JournalBuffer:
         self._eval_tokens = clock.eval_tokens
         self._began = now - clock.seconds
         self._next_credit = next_credit
-        self._drawn: list[Draw] = []
+        self.drawn: list[Draw] = []
+        """Draws since the last commit."""
         self._credited: deque[_Entry] = deque()
         self._entry_of: dict[int, _Entry] = {}
         self._never_credited: list[_Entry] = []
@@ -46,9 +47,6 @@ class JournalBuffer:
     def has_outcomes(self) -> bool:
         """Return whether a commit would record the outcome of a draw."""
         return bool(self._never_credited) or bool(self._credited and self._credited[0].final)
-
-    def add_draw(self, draw: Draw) -> None:
-        self._drawn.append(draw)
 
     def count_rollouts(self, rollouts: Iterable[Rollout], *, training: bool) -> None:
         """Count the tokens and errors of an episode."""
@@ -111,7 +109,7 @@ class JournalBuffer:
             final.append(entry)
         for entry in final:
             self._totals.add(entry.outcome)
-        drawn, self._drawn = self._drawn, []
+        drawn, self.drawn = self.drawn, []
         return Entries(
             drawn,
             [entry.outcome for entry in final],
@@ -147,15 +145,14 @@ class JournalBuffer:
         entry.outcome.reason, entry.final = reason, True
 
 
-class _StepCounts:
+class _StepCounts(msgspec.Struct):
     """Counts of one step."""
 
-    def __init__(self, now: float) -> None:
-        self.began = now
-        self.tokens = 0
-        self.errors: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self.filter_hits: Counter[str] = Counter()
+    began: float
+    tokens: int = 0
+    errors: Counter[str] = msgspec.field(default_factory=Counter)
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)
+    filter_hits: Counter[str] = msgspec.field(default_factory=Counter)
 
     def metrics(self, now: float) -> dict[str, float]:
         seconds = now - self.began

@@ -64,18 +64,12 @@ class Orchestrator:
         log_loop_interval: float,
         keep_rollouts: int,
     ) -> None:
-        self.pipeline = pipeline
-        self.run_dir = run
-        self.processing = processing
-        self.eval_processing = eval_processing
-        self.watcher = watcher
-        self.journal = journal
+        self.pipeline, self.run_dir, self.journal, self.status = pipeline, run, journal, status
+        self.processing, self.eval_processing = processing, eval_processing
+        self.watcher, self.drift = watcher, drift
+        self.log_loop_interval, self.keep_rollouts = log_loop_interval, keep_rollouts
         self.commits = Commits(run, journal, keep_rollouts)
-        self.status = status
-        self.drift = drift
-        self.keep_rollouts = keep_rollouts
         self.metrics = MetricsLog(run.metrics, "orchestrator")
-        self.log_loop_interval = log_loop_interval
         self.events: asyncio.Queue[signals.Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(runners, self.events.put_nowait)
         self._slots: defaultdict[tuple[Kind, str], asyncio.Semaphore] = defaultdict(
@@ -237,9 +231,7 @@ class Orchestrator:
             self._write(partial(self.metrics.log, *report))
 
     def _mark_trained(self) -> None:
-        covered = self.run_dir.latest_checkpoint_step()
-        if covered:
-            self.journal.mark_trained(covered)
+        self.journal.mark_trained(self.run_dir.latest_checkpoint_step())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background; an error of it is an event that ends the run."""

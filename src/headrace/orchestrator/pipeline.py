@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headrace.errors import Failure
 from headrace.orchestrator import signals
 from headrace.orchestrator.concurrency import Concurrency, Occupancy
 from headrace.orchestrator.empty_batches import EmptyBatches
@@ -31,10 +30,6 @@ log = logging.getLogger(__name__)
 
 COMMIT_INTERVAL_S = 1.0
 """Delay after which outcomes that belong to no batch are committed together."""
-
-
-class RunFailed(Failure):
-    """The run cannot continue. The message names the cause."""
 
 
 class PipelineSettings(msgspec.Struct):
@@ -78,22 +73,16 @@ class Pipeline:
         concurrency: Concurrency | None = None,
         past: Iterable[Lesson] = (),
     ) -> None:
-        self.settings = settings
-        self.version = version
-        self.step = step
-        self.scheduler = EpisodeScheduler(
-            settings.max_inflight, self._open_group, whole_groups=settings.max_async_level == 0
-        )
+        self.settings, self.version, self.step, self.buffer = settings, version, step, buffer
+        in_waves = settings.max_async_level == 0
+        self.scheduler = EpisodeScheduler(settings.max_inflight, self._open_group, whole_groups=in_waves)
         self.train_buffer = TrainBuffer(settings.batch_size, settings.token_batch_size, settings.seq_len)
         self.evals = EvalTracker()
-        self.buffer = buffer
         self.stopped = False
         self.wake_at: float | None = None
         """When a `Tick` is due if nothing else happens."""
-        self._concurrency = concurrency
-        self._source = source
-        self._eval_source = eval_source
-        self._now = now
+        self._concurrency, self._source, self._eval_source = concurrency, source, eval_source
+        self._start, self._now, self._next_task_at = start, now, now
         self._actions: list[signals.Action] = []
         self._current: TrainBatch | None = None
         """The batch for `step`, from the time it is taken until it ships or turns out to be empty."""
@@ -103,18 +92,13 @@ class Pipeline:
         self._groups_in_processing = 0
         self._episodes_in_processing = 0
         """Episodes of training groups in processing."""
-        self._capacity = EpisodeCapacity(
-            in_waves=settings.max_async_level == 0,
-            batch_size=settings.batch_size,
-            group_size=max(settings.group_sizes.values(), default=1),
-        )
+        largest = max(settings.group_sizes.values(), default=1)
+        self._capacity = EpisodeCapacity(in_waves=in_waves, batch_size=settings.batch_size, group_size=largest)
         self._published = version
         self._loading = False
         self._final_eval_queued = False
         self._empty_batches = EmptyBatches(settings.max_empty_batches, frozenset(settings.group_sizes))
         self._evals_reported = 0
-        self._start = start
-        self._next_task_at = now
         self._rate_limited = False
         self._commit_at: float | None = None
         self._waits: defaultdict[str, float] = defaultdict(float)
@@ -188,7 +172,7 @@ class Pipeline:
             self.step > self.settings.max_steps
             and not self._shipping
             and self._final_eval_queued
-            and self.scheduler.open_groups == 0
+            and not self.scheduler.groups
             and self._groups_in_processing == 0
             and self.evals.open_epochs == 0
         )
@@ -232,7 +216,7 @@ class Pipeline:
     @property
     def problem(self) -> str:
         """Return why no batch ships although rollouts arrive; empty if batches ship."""
-        return (self._empty_batches.problem or "") if self.step <= self.settings.max_steps else ""
+        return self._empty_batches.problem if self.step <= self.settings.max_steps else ""
 
     def awaited(self) -> tuple[str, str]:
         """Return what the run waits for, and from which component."""
@@ -267,7 +251,7 @@ class Pipeline:
         """Do everything that an event has made possible, and return the collected actions."""
         if not self.stopped:
             # One update at a time, and none while an evaluation is pinned to the current version.
-            if self._published > self.version and not self._loading and not self.evals.pins_version:
+            if self._published > self.version and not self._loading and not self.evals.pinned:
                 self._loading = True
                 self._actions.append(signals.Load(self._published))
             self._ship_if_allowed()
@@ -318,17 +302,11 @@ class Pipeline:
 
     def _open_group(self) -> Group:
         draw, task = self._source.draw()
-        self.buffer.add_draw(draw)
+        self.buffer.drawn.append(draw)
         size = self.settings.group_sizes[task.env]
         self._capacity.record_opened(size)
-        return Group(
-            f"{draw.id}-{self._start}",
-            task,
-            size,
-            self.version.step,
-            draw.id,
-            together=task.env in self.settings.scored_together,
-        )
+        together = task.env in self.settings.scored_together
+        return Group(f"{draw.id}-{self._start}", task, size, self.version.step, draw.id, together=together)
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -351,7 +329,7 @@ class Pipeline:
         self._episodes_in_processing -= scored.group.size
         self._record_group(scored)
         self._capacity.record_kept(scored.group.draw_id, len(scored.credited), len(scored.rollouts))
-        _fail_if(self._empty_batches.record_group(scored, self.step, self.train_buffer.rollouts_per_batch))
+        self._empty_batches.record_group(scored, self.step, self.train_buffer.rollouts_per_batch)
         if not scored.rollouts:
             return
         if self.step > self.settings.max_steps:  # credited after the last batch was taken
@@ -379,7 +357,7 @@ class Pipeline:
         version, source = self.version, self._eval_source
         self._final_eval_queued = version.step >= self.settings.max_steps
         source.follow(version)
-        for env in source.overdue_at_end(version) if self._final_eval_queued else source.due(version):
+        for env in source.due(version, final=self._final_eval_queued):
             groups = source.open(env, version)
             self.evals.open(env, version, groups, self._now)
             log.info(
@@ -391,9 +369,9 @@ class Pipeline:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def _take_batch_if_ready(self) -> None:
-        if self._shipping or self._current is not None or self.step > self.settings.max_steps:
+        if self._shipping or self._current is not None or self.step > self.settings.max_steps or not self._may_ship():
             return
-        if not self._may_ship() or (self._capacity.in_waves and not self._wave_is_done):
+        if self._capacity.in_waves and not self._wave_is_done:
             return
         # Groups ship in the order of their credit, like commits; at level 0 the rest is dropped right after.
         self._current = self.train_buffer.take_batch(drawn_first=self._capacity.in_waves)
@@ -407,7 +385,7 @@ class Pipeline:
         else:
             self._current = None
             self.buffer.finalize_batch(batch)
-        _fail_if(self._empty_batches.record_batch(batch, self.step))
+        self._empty_batches.record_batch(batch, self.step)
 
     def _ship_if_allowed(self) -> None:
         """Ship the processed batch; if the trainer went back to an older checkpoint, only after it has caught up."""
@@ -489,8 +467,3 @@ class Pipeline:
         if self._current is not None:
             return ""  # its processing has its own metric
         return "wait_for_rollouts"
-
-
-def _fail_if(cause: str | None) -> None:
-    if cause is not None:
-        raise RunFailed(cause)

@@ -67,9 +67,7 @@ class GroupScorer:
     def __init__(
         self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None], *, text_only: bool = False
     ) -> None:
-        self._environments = environments
-        self._timeouts = timeouts
-        self._text_only = text_only
+        self._environments, self._timeouts, self._text_only = environments, timeouts, text_only
         self._logged: set[tuple[str, str]] = set()
 
     async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
@@ -144,15 +142,11 @@ class TrainProcessing:
         in_order: bool = False,
         past: PastPolicy | None = None,
     ) -> None:
-        self._algorithms = algorithms
-        self._past = past
+        self._algorithms, self._gates, self._past = algorithms, gates, past
+        self._pre_filters, self._post_filters = pre_filters, post_filters
+        self._seq_len, self._in_order = seq_len, in_order
         self._group_scorer = GroupScorer(environments, timeouts)
-        self._pre_filters = pre_filters
-        self._post_filters = post_filters
-        self._seq_len = seq_len
-        self._gates = gates
         self._locks = {env: asyncio.Lock() for env in algorithms}
-        self._in_order = in_order
         self._last_done: dict[str, asyncio.Event] = {}
         """By environment, set when the last group that was passed in is credited."""
 

@@ -73,13 +73,10 @@ class Sampler:
         **sampling: Any,
     ) -> None:
         self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
-        self._client = client
-        self._trains = trains
+        self._client, self._cache_salt, self._observe = client, cache_salt, observe
+        self._seed, self._trains = seed, trains
         self._has_warned = False
         self._params = SamplingParams(**sampling, stop_token_ids=self.prompter.parser.stop_token_ids)
-        self._cache_salt = cache_salt
-        self._observe = observe
-        self._seed = seed
 
     def open(self, session: str, episode: str) -> Conversation:
         self._client.join(session)
@@ -163,10 +160,8 @@ class FrozenSampler:
     ) -> None:
         self.prompter = Prompter(renderer, tokenizer, seq_len, pool_size)
         self._rewriter = TeacherReplyRewriter(renderer, tokenizer, seq_len)
-        self._teacher = teacher
+        self._teacher, self._max_tokens, self._seed = teacher, max_tokens, seed
         self._sampling = sampling_keys(**sampling)
-        self._max_tokens = max_tokens
-        self._seed = seed
 
     def open(self, session: str, episode: str) -> Conversation:
         """Return the context of an episode. Requests go to the least busy server, whatever the session."""

@@ -51,10 +51,9 @@ class EpisodeScheduler:
     """
 
     def __init__(self, max_inflight: int, open_group: Callable[[], Group], whole_groups: bool = False) -> None:
-        self.max_inflight = max_inflight
-        self._whole_groups = whole_groups
-        self._open_group = open_group
-        self._groups: dict[str, _OpenGroup] = {}
+        self.max_inflight, self._open_group, self._whole_groups = max_inflight, open_group, whole_groups
+        self.groups: dict[str, _OpenGroup] = {}
+        """Groups of training and evaluation that are not complete, by id."""
         self._ordered: deque[_OpenGroup] = deque()
         """With `whole_groups`, the open training groups in their order."""
         self._starting: _OpenGroup | None = None
@@ -75,14 +74,9 @@ class EpisodeScheduler:
         """Return how many episodes may start; 0 while more are in flight than a lowered limit allows."""
         return max(0, self.max_inflight - len(self._inflight))
 
-    @property
-    def open_groups(self) -> int:
-        """Return the number of groups, of training and evaluation, that are not complete."""
-        return len(self._groups)
-
     def queue_eval(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            open_group = self._groups[group.id] = _OpenGroup(group, Kind.EVAL)
+            open_group = self.groups[group.id] = _OpenGroup(group, Kind.EVAL)
             self._eval_queue.append(open_group)
             self.queued_evals += group.size
 
@@ -99,7 +93,7 @@ class EpisodeScheduler:
             if counted >= wanted or not may_begin or self._eval_queue:
                 return None
             group = self._open_group()
-            self._starting = self._groups[group.id] = _OpenGroup(group, Kind.TRAIN)
+            self._starting = self.groups[group.id] = _OpenGroup(group, Kind.TRAIN)
             if self._whole_groups:
                 self._ordered.append(self._starting)
             self.open_episodes += group.size
@@ -128,7 +122,7 @@ class EpisodeScheduler:
         """Record the end of an episode; return the groups that are complete now."""
         del self._inflight[episode.id]
         self.inflight[episode.kind] -= 1
-        open_group = self._groups[episode.group.id]
+        open_group = self.groups[episode.group.id]
         open_group.arrived += 1
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self._missing -= 1
@@ -151,11 +145,8 @@ class EpisodeScheduler:
         Return their episodes in flight, which must still arrive, and the groups that are complete because nothing of
         them is in flight.
         """
-        matching = [
-            open_group
-            for open_group in self._groups.values()
-            if open_group.kind is Kind.TRAIN and not open_group.cancelled and unwanted(open_group.group)
-        ]
+        training = [group for group in self.groups.values() if group.kind is Kind.TRAIN and not group.cancelled]
+        matching = [open_group for open_group in training if unwanted(open_group.group)]
         for open_group in matching:
             open_group.cancelled = reason
             self.open_episodes -= open_group.group.size
@@ -165,11 +156,10 @@ class EpisodeScheduler:
         self._ordered = deque(open_group for open_group in self._ordered if not open_group.cancelled)
         finished = [self._close(open_group) for open_group in matching if open_group.complete] + self._close_ordered()
         ids = {open_group.group.id for open_group in matching}
-        inflight = [episode for episode in self._inflight.values() if episode.group.id in ids]
-        return inflight, finished
+        return [episode for episode in self._inflight.values() if episode.group.id in ids], finished
 
     def _close(self, open_group: _OpenGroup) -> CompleteGroup:
-        del self._groups[open_group.group.id]
+        del self.groups[open_group.group.id]
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self.open_episodes -= open_group.group.size
         # By index, not by arrival: a repeated run gives the same group.

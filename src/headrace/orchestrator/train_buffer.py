@@ -28,13 +28,9 @@ class TrainBuffer:
     """
 
     def __init__(self, batch_size: int | None, token_batch_size: int | None, seq_len: int) -> None:
-        self._batch_size = batch_size
-        self._token_batch_size = token_batch_size or 0
-        self._seq_len = seq_len
+        self._batch_size, self._token_batch_size, self._seq_len = batch_size, token_batch_size or 0, seq_len
         self._ready: list[ScoredGroup] = []
-        self.rollouts = 0
-        self.tokens = 0
-        self._step = 0
+        self.rollouts = self.tokens = self._step = 0
         self._lengths = _Lengths()
         """Of `_step`, and below of the last step before it that had any."""
         self._previous_lengths = _Lengths()
@@ -127,9 +123,7 @@ class EpisodeCapacity:
 
     def __init__(self, *, in_waves: bool, batch_size: int | None = None, group_size: int = 1) -> None:
         """`batch_size`: rollouts per batch, None if batches are measured in tokens; `group_size`: the largest."""
-        self.in_waves = in_waves
-        self._batch_size = batch_size
-        self._group_size = group_size
+        self.in_waves, self._batch_size, self._group_size = in_waves, batch_size, group_size
         self._rollouts = self._episodes = 0
         self._wave = 0
         """Episodes of the current wave that are not opened yet."""

@@ -37,11 +37,8 @@ class WeightWatcher:
         self, weights: WeightStore, client: EngineClient, status: Status, *, deadline: float, poll: float = 0.02
     ) -> None:
         self.version = Version(0, 0)
-        self._weights = weights
-        self._client = client
-        self._status = status
-        self._poll = poll
-        self._deadline = deadline
+        self._weights, self._client, self._status = weights, client, status
+        self._deadline, self._poll = deadline, poll
         self._lock = asyncio.Lock()
         self._refused: Version | None = None
         """A version that no engine could load at the start."""

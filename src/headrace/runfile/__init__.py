@@ -7,9 +7,9 @@ from headrace import algorithms
 from headrace.algorithms import length_penalties
 from headrace.imports import import_declarations
 from headrace.orchestrator import curriculum as curriculum
-from headrace.orchestrator import filters
+from headrace.orchestrator import filters as filters
 from headrace.orchestrator import gate as gate
 from headrace.trainer import losses
 
-for package in (algorithms, length_penalties, losses, filters):
+for package in (algorithms, length_penalties, losses):
     import_declarations(package)

@@ -12,7 +12,7 @@ from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
 from headrace.algorithms.max_rl import MaxRl
 from headrace.algorithms.opd import Opd
 from headrace.errors import BadInput
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.rollout.types import Rollout
 from headrace.tools.rescore.credit import Member, Rescored, RescoreFailed, rescore, uncredited
 from tests.algorithms.groups import TASK, make_group

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
 from headrace.algorithms.length_penalties import LengthPenalty
 from headrace.errors import Failure
-from headrace.orchestrator.filters.zero_advantage import has_no_advantage
+from headrace.orchestrator.filters import has_no_advantage
 from headrace.rollout.credit import Cohort, center
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import LATENTS, TRUNCATED, Rollout, Task
