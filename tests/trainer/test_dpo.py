@@ -12,10 +12,9 @@ import torch
 from headrace.rollout.packing import Cost, pack, pack_for_worker
 from headrace.rollout.types import NOT_SAMPLED, Sample
 from headrace.trainer.dpo import pair_loss
-from headrace.trainer.forward_passes import sequence_logprobs
 from headrace.trainer.loss import PackedInputs
 from headrace.trainer.model import PackedModel
-from headrace.trainer.sft import Validation
+from headrace.trainer.sft import Validation, sequence_logprobs
 from headrace.trainer.step import TrainStep
 from headrace.trainer.tokens import StepTokens
 from tests.trainer.dpo_batch import PAIRS, POLICY, REFERENCE, write_model

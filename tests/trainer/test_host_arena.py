@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from headrace.trainer import host_arena
-from headrace.trainer.host_arena import ALIGNMENT_BYTES, HostArena
+from headrace.trainer import optim
+from headrace.trainer.optim import ALIGNMENT_BYTES, HostArena
 
 
 def test_tensors_of_all_sizes_share_slabs_without_overlap(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_arena, "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(optim, "SLAB_BYTES", 1 << 20)
     arena, rows = HostArena(pinned=False), [12288, 12288, 12288, 1024, 1, 0, 4096, 4096] * 4  # those of a decoder layer
     tensors = {number: torch.full((size, 4), float(number)) for number, size in enumerate(rows)}
     tensors[-1] = torch.tensor(7.0)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from headrace.trainer import model as model_module
 from headrace.trainer.attention import UnsupportedModel
-from headrace.trainer.lm_head import label_logprobs
-from headrace.trainer.model import PackedModel, hidden_states
+from headrace.trainer.lm_head import hidden_states, label_logprobs
+from headrace.trainer.model import PackedModel
 from headrace.trainer.packed_row import PackedRow, make_row
 from tests.refusals import refused
 from tests.trainer.training_samples import ARCHITECTURES, SIZES, write_random_model

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace.trainer.attention import _attend
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations
-from headrace.trainer.model import hidden_states
+from headrace.trainer.lm_head import hidden_states
 from headrace.trainer.packed_row import Kernel, PackedRow, make_row
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.warmup import warmup_rows

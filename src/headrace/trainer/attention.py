@@ -10,6 +10,7 @@ each sequence, again in the backward pass. Left out on purpose: dropout, and att
 
 from __future__ import annotations
 
+from functools import partial
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +20,15 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from headrace.errors import BadInput
-from headrace.trainer.packed_row import Kernel, PaddedBlocks, RowLayout
+from headrace.trainer.packed_row import Kernel, PaddedBlocks, RowLayout, VarlenSequences
 
 _aten = torch.ops.aten
 NAME = "headrace_packed"
 Choice = Kernel | Literal["auto"]
 SINKS = ".sinks"
 """The name that transformers gives the attention sinks of a layer."""
+LINEAR = "linear_attn"
+"""The name that transformers gives layers with linear attention."""
 
 
 class UnsupportedModel(BadInput):
@@ -357,3 +360,39 @@ def _from_batch(states: Tensor) -> Tensor:
 def _no_rng_state(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return empty RNG state arguments: there is no dropout."""
     return states.new_zeros(2, dtype=dtype), states.new_zeros(0, dtype=dtype)
+
+
+def separate_sequences(model: Any) -> None:
+    """Make the linear attention of a model read packed rows sequence by sequence; other inputs work as before.
+
+    Such a layer has a state that runs over its input, so it gets one sequence per batch row, and computes a shared
+    prefix once for each sequence. Padding is on the right, where a causal layer does not see it.
+    """
+    for name, layer in model.named_modules():
+        if name.endswith(f".{LINEAR}"):
+            layer.forward = partial(_linear_attention, layer.forward)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _linear_attention(plain: Any, hidden_states: Tensor, layout: RowLayout | None = None, **options: Any) -> Tensor:
+    if layout is None:
+        return plain(hidden_states=hidden_states, **options)  # type: ignore[no-any-return]
+    tokens, sequences = hidden_states[0], layout.sequences
+    if isinstance(sequences, PaddedBlocks):
+        outputs = []
+        for block in sequences.blocks:
+            rows = torch.arange(len(block.keys), device=tokens.device)[:, None]
+            outputs.append(plain(hidden_states=tokens[block.keys])[rows, block.query_positions])
+        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, sequences.outputs)[None]
+    places, queries = _padded_sequences(sequences)
+    return plain(hidden_states=tokens[places]).flatten(0, 1).index_select(0, queries)[None]  # type: ignore[no-any-return]
+
+
+def _padded_sequences(runs: VarlenSequences) -> tuple[Tensor, Tensor]:
+    """Return the row indices of each sequence's tokens, [sequences, longest], and the row's queries in them."""
+    starts, ends = runs.key_starts[:-1, None].long(), runs.key_starts[1:, None].long()
+    places = (starts + torch.arange(runs.longest_key, device=starts.device)).clamp(max=ends - 1)
+    query = torch.arange(int(runs.query_starts[-1]), device=starts.device)
+    sequence = torch.searchsorted(runs.query_starts[1:].long(), query, right=True)
+    left = runs.query_starts[1:].long()[sequence] - query  # tokens up to the end of the sequence
+    return runs.keys[places], sequence * runs.longest_key + (ends - starts)[sequence, 0] - left

@@ -33,9 +33,8 @@ from headrace.config.trainer import ReferenceConfig
 from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.trainer.checkpoint import ResumeError
-from headrace.trainer.forward_passes import sequence_logprobs
 from headrace.trainer.loss import Loss, LossOutputs, PackedInputs, masked_mean
-from headrace.trainer.sft import SftTrainer
+from headrace.trainer.sft import SftTrainer, sequence_logprobs
 from headrace.trainer.sft_data import Example, Rows
 from headrace.transport.digests import check_directory
 

@@ -1,4 +1,4 @@
-"""The lm-head and the embedding: logprobs of labels in chunks, and gradients of the tables in place.
+"""From a packed row to logprobs: the model with its lm-head in chunks, and gradients of the tables in place.
 
 Logits of `chunk` tokens exist at a time; the backward pass recomputes them, except for those of the last chunk, which
 are kept in the buffer that it needs anyway. Written by hand because the softmax's gradient is known in closed form:
@@ -21,6 +21,97 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding
 from torch.nn.functional import embedding
+from torch.utils.checkpoint import checkpoint
+
+from headrace.inference.latents import expected_embeddings, gaussian_logprobs, input_embeddings, noise_scale
+from headrace.inference.schema import LatentParams
+from headrace.trainer.packed_row import PackedRow
+
+
+class Scores(NamedTuple):
+    logprobs: Tensor
+    entropy: Tensor
+    zero: Tensor
+    """A zero that depends on every parameter, so that ranks without trained tokens run backward, too."""
+    gates: dict[str, Tensor]
+    """For a model with gates: their values at each token with a latent."""
+
+
+class Scorer(torch.nn.Module):
+    """The model and its lm-head as one module: FSDP gathers parameters only inside a module's forward pass."""
+
+    def __init__(
+        self, model: Any, dtype: torch.dtype, fp32: bool, chunk: int, *, in_place: bool, latents: LatentParams | None
+    ) -> None:
+        super().__init__()
+        self.model, self._latents = model, latents
+        self._dtype, self._fp32, self._chunk, self._in_place = dtype, fp32, chunk, in_place
+        self.keeps_logits = False
+
+    def forward(
+        self,
+        row: PackedRow,
+        predictors: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        latents: Tensor | None,
+    ) -> Scores:
+        if row.latents is not None and self._latents is None:
+            raise ValueError("samples have latents, but the model is not set up for them (model.latents)")
+        tokens, gates = {"input_ids": row.token_ids}, dict[str, Tensor]()
+        if self._latents is not None:  # on every rank, also where no token of the row has one
+            size = self.model.get_input_embeddings().embedding_dim
+            blended = row.token_ids.new_zeros(row.token_ids.shape[1], size) if row.latents is None else row.latents
+            embeddings, gates = input_embeddings(self.model, row.token_ids[0], blended)
+            tokens = {"inputs_embeds": embeddings[None]}
+        hidden = hidden_states(self.model, row, **tokens).to(self._dtype)
+        head, divisor = self.model.get_output_embeddings().weight, logit_divisor(self.model.config)
+        logprobs, entropy = label_logprobs(
+            hidden.index_select(0, predictors),
+            head,
+            labels,
+            temperatures if divisor == 1 else temperatures * divisor,
+            max(1, len(labels)) if self.keeps_logits and torch.is_grad_enabled() else self._chunk,
+            fp32=self._fp32,
+            in_place=self._in_place and head.requires_grad,
+            softcap=getattr(self.model.config, "final_logit_softcapping", None),
+        )
+        if latents is not None and self._latents is not None and self._latents.kind == "soft":
+            soft = torch.nonzero(latents.any(-1))[:, 0]
+            own = self._soft_logprobs(hidden.index_select(0, predictors[soft]), latents[soft], self._latents)
+            logprobs = logprobs.index_copy(0, soft, own.to(logprobs.dtype))
+        return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum(), gates)
+
+    def _soft_logprobs(self, hidden: Tensor, latents: Tensor, params: LatentParams) -> Tensor:
+        """Return the logprobs of soft thoughts; each chunk of logits is computed again in the backward pass."""
+        table = self.model.get_input_embeddings().weight
+        sigma = noise_scale(table, params)
+
+        def logprobs(hidden: Tensor, latents: Tensor) -> Tensor:
+            expected = expected_embeddings(plain_logits(self.model, hidden), table, params)
+            return gaussian_logprobs(latents, expected, sigma)
+
+        pairs = zip(torch.split(hidden, self._chunk), torch.split(latents, self._chunk), strict=True)
+        return torch.cat([checkpoint(logprobs, *pair, use_reentrant=False) for pair in pairs])
+
+
+def hidden_states(model: Any, row: PackedRow, **tokens: Tensor) -> Tensor:
+    """Return the last hidden state of each token of the row: [tokens, hidden]; `tokens` replace its ids."""
+    inputs = {**(tokens or {"input_ids": row.token_ids}), "position_ids": row.position_ids, "layout": row.layout}
+    return model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def plain_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits as the model's own head computes them."""
+    head = model.get_output_embeddings().weight.to(hidden.dtype)
+    logits: Tensor = hidden @ head.t() / logit_divisor(model.config)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def logit_divisor(config: Any) -> float:
+    """Return what a model divides its logits by (Granite), or 1 over what it multiplies them by (Cohere)."""
+    return float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1))
 
 
 def label_logprobs(

@@ -11,37 +11,34 @@ import logging
 from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace.errors import Failure
 from headrace.inference.colocation import ColocatedEngines
-from headrace.inference.latents import (
-    add_gates,
-    expected_embeddings,
-    gaussian_logprobs,
-    input_embeddings,
-    is_gate,
-    noise_scale,
-    write_gates,
-)
+from headrace.inference.latents import add_gates, is_gate, write_gates
 from headrace.inference.model_shape import check_weights, feed_forward_sizes, training_obstacle
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import LatentParams
 from headrace.rollout.packing import Cost, cost_of_model
 from headrace.trainer.attention import NAME as PACKED
-from headrace.trainer.attention import Choice, UnsupportedModel, available_kernel, head_size, special_attention
+from headrace.trainer.attention import (
+    Choice,
+    UnsupportedModel,
+    available_kernel,
+    head_size,
+    separate_sequences,
+    special_attention,
+)
 from headrace.trainer.experts import NAME as GROUPED
 from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
-from headrace.trainer.linear_attention import separate_sequences
-from headrace.trainer.lm_head import accumulate_in_place, label_logprobs
+from headrace.trainer.lm_head import Scorer, Scores, accumulate_in_place, hidden_states, plain_logits
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
 from headrace.trainer.memory_plan import (
     MAX_ROW_TOKENS,
@@ -147,9 +144,8 @@ class PackedModel:
         """Whether layers are compiled at their first forward pass."""
         if ranks.size == 1:
             accumulate_in_place(self.module.get_input_embeddings())
-        self._scorer = _Scorer(
-            self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=ranks.size == 1, latents=latents
-        )
+        in_place = ranks.size == 1
+        self._scorer = Scorer(self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=in_place, latents=latents)
         self._autocast = dtype == torch.bfloat16 and ranks.size == 1
         if ranks.size > 1:
             _ = self.plan  # wraps the layers, which must come before sharding
@@ -327,92 +323,6 @@ class PackedModel:
                     key="model.name",
                     value=self.directory,
                 )
-
-
-class Scores(NamedTuple):
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    zero: torch.Tensor
-    """A zero that depends on every parameter, so that ranks without trained tokens run backward, too."""
-    gates: dict[str, torch.Tensor]
-    """For a model with gates: their values at each token with a latent."""
-
-
-class _Scorer(torch.nn.Module):
-    """The model and its lm-head as one module: FSDP gathers parameters only inside a module's forward pass."""
-
-    def __init__(
-        self, model: Any, dtype: torch.dtype, fp32: bool, chunk: int, *, in_place: bool, latents: LatentParams | None
-    ) -> None:
-        super().__init__()
-        self.model, self._latents = model, latents
-        self._dtype, self._fp32, self._chunk, self._in_place = dtype, fp32, chunk, in_place
-        self.keeps_logits = False
-
-    def forward(
-        self,
-        row: PackedRow,
-        predictors: torch.Tensor,
-        labels: torch.Tensor,
-        temperatures: torch.Tensor,
-        latents: torch.Tensor | None,
-    ) -> Scores:
-        if row.latents is not None and self._latents is None:
-            raise ValueError("samples have latents, but the model is not set up for them (model.latents)")
-        tokens, gates = {"input_ids": row.token_ids}, dict[str, torch.Tensor]()
-        if self._latents is not None:  # on every rank, also where no token of the row has one
-            size = self.model.get_input_embeddings().embedding_dim
-            blended = row.token_ids.new_zeros(row.token_ids.shape[1], size) if row.latents is None else row.latents
-            embeddings, gates = input_embeddings(self.model, row.token_ids[0], blended)
-            tokens = {"inputs_embeds": embeddings[None]}
-        hidden = hidden_states(self.model, row, **tokens).to(self._dtype)
-        head, divisor = self.model.get_output_embeddings().weight, logit_divisor(self.model.config)
-        logprobs, entropy = label_logprobs(
-            hidden.index_select(0, predictors),
-            head,
-            labels,
-            temperatures if divisor == 1 else temperatures * divisor,
-            max(1, len(labels)) if self.keeps_logits and torch.is_grad_enabled() else self._chunk,
-            fp32=self._fp32,
-            in_place=self._in_place and head.requires_grad,
-            softcap=getattr(self.model.config, "final_logit_softcapping", None),
-        )
-        if latents is not None and self._latents is not None and self._latents.kind == "soft":
-            soft = torch.nonzero(latents.any(-1))[:, 0]
-            own = self._soft_logprobs(hidden.index_select(0, predictors[soft]), latents[soft], self._latents)
-            logprobs = logprobs.index_copy(0, soft, own.to(logprobs.dtype))
-        return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum(), gates)
-
-    def _soft_logprobs(self, hidden: torch.Tensor, latents: torch.Tensor, params: LatentParams) -> torch.Tensor:
-        """Return the logprobs of soft thoughts; each chunk of logits is computed again in the backward pass."""
-        table = self.model.get_input_embeddings().weight
-        sigma = noise_scale(table, params)
-
-        def logprobs(hidden: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-            expected = expected_embeddings(plain_logits(self.model, hidden), table, params)
-            return gaussian_logprobs(latents, expected, sigma)
-
-        pairs = zip(torch.split(hidden, self._chunk), torch.split(latents, self._chunk), strict=True)
-        return torch.cat([checkpoint(logprobs, *pair, use_reentrant=False) for pair in pairs])
-
-
-def hidden_states(model: Any, row: PackedRow, **tokens: torch.Tensor) -> torch.Tensor:
-    """Return the last hidden state of each token of the row: [tokens, hidden]; `tokens` replace its ids."""
-    inputs = {**(tokens or {"input_ids": row.token_ids}), "position_ids": row.position_ids, "layout": row.layout}
-    return model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
-
-
-def plain_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits as the model's own head computes them."""
-    head = model.get_output_embeddings().weight.to(hidden.dtype)
-    logits: torch.Tensor = hidden @ head.t() / logit_divisor(model.config)
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def logit_divisor(config: Any) -> float:
-    """Return what a model divides its logits by (Granite), or 1 over what it multiplies them by (Cohere)."""
-    return float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1))
 
 
 def _sizes(config: Any) -> dict[str, int]:

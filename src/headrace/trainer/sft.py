@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from headrace.config.sft import OfflineConfig
@@ -21,18 +22,20 @@ from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.digest import BY_POSITION
+from headrace.rollout.packing import pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.checkpoint import TrainState
-from headrace.trainer.forward_passes import ForwardPasses
 from headrace.trainer.host_copies import pin_ahead
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import Loss, ce_loss
 from headrace.trainer.model import PackedModel
+from headrace.trainer.packed_row import on_device
 from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.sft_data import Example, Rows, TruncationMonitor, open_examples, open_rows
-from headrace.trainer.tokens import MicroBatch
+from headrace.trainer.step import MICRO_BATCH_TOKENS
+from headrace.trainer.tokens import MicroBatch, StepTokens
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -219,6 +222,43 @@ def notify_changed_rows(rows: Rows, state: TrainState, status: Status) -> None:
     before, state.data = state.data, rows.fingerprint
     if before is not None and (change := before.change_to(rows.fingerprint)):
         status.notify(f"{rows.name} has changed since the checkpoint of step {state.step}: {change}. {BY_POSITION}")
+
+
+class ForwardPasses:
+    """Forward passes without gradients over fixed samples, spread over the ranks; `together` as in `StepTokens`."""
+
+    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int, together: int = 1) -> None:
+        self.model, self.ranks = model, model.ranks
+        ranks = model.ranks
+        bins = pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost, together=together)
+        self.tokens = StepTokens(bins, together)
+        self._groups = self.tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
+        self.count = ranks.most(len(self._groups))
+        """Micro-batches, the same on every rank, since they run collectives."""
+
+    def run(self, consume: Callable[[MicroBatch, torch.Tensor], None], stopped: Callable[[], bool]) -> bool:
+        """Call `consume` with each micro-batch and the logprobs of its scored tokens; return False if `stopped`."""
+        for number in range(self.count):
+            if self.ranks.any(stopped()):
+                return False
+            group = self._groups[number] if number < len(self._groups) else []
+            batch = self.tokens.micro_batch(group, self.model.device, self.model.kernel)
+            consume(batch, self.model.logprobs(batch.row, batch.predictors, batch.labels, batch.temperatures))
+        return True
+
+
+def sequence_logprobs(
+    model: PackedModel, samples: list[Sample], seq_len: int, stopped: Callable[[], bool]
+) -> np.ndarray | None:
+    """Return for each sample the sum of the logprobs of its trained tokens, float64, on every rank; None if stopped."""
+    passes, device = ForwardPasses(model, samples, seq_len), model.device
+    totals = torch.zeros(len(samples), dtype=torch.float64, device=device)
+
+    def add(batch: MicroBatch, logprobs: torch.Tensor) -> None:
+        sequences = np.searchsorted(passes.tokens.starts, batch.scored, side="right") - 1
+        totals.index_add_(0, on_device(passes.tokens.sources[sequences], device), logprobs.double())
+
+    return model.ranks.add_up(totals).cpu().numpy() if passes.run(add, stopped) else None
 
 
 class Validation:

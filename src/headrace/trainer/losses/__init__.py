@@ -1,4 +1,4 @@
-"""Losses of the rl component, one per file; `headrace.trainer.loss` has what they share and the formulas."""
+"""Losses of the rl component: those that ship, and one of the user's own. Formulas: `headrace.trainer.loss`."""
 
 from __future__ import annotations
 
