@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ import pytest
 from headrace.transport.run_dir import RunDir
 from tests.cluster import demo
 from tests.cluster.hosts import REPOSITORY, HostSet, missing_for_hosts, wait_for
-from tests.cluster.ray_cluster import GPUS, HEAD, PYTHON, RayCluster, missing_for_ray
+from tests.cluster.ray_cluster import GPUS, HEAD, PYTHON, AutoscalingCluster, RayCluster, missing_for_ray
+from tests.faults.independent_check import check_journal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 DETECTION_S = 30.0
@@ -134,6 +135,59 @@ def test_a_run_whose_trainer_loses_a_host_finishes_on_the_spare_one(
     moved = [line for line in printed.read_text().splitlines() if "restarting" in line]
     assert len(moved) == 1 and "trainer-1 on" in moved[0] and f"trainer-1 on {lost}" not in moved[0]
     demo.headrace("audit", run)
+
+
+@pytest.mark.full
+def test_an_autoscaling_cluster_adds_hosts_for_a_run_and_for_its_new_servers_and_gets_them_back(
+    run_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    if reason := missing_for_hosts() or missing_for_ray():
+        pytest.skip(reason)
+    run, printed = RunDir(tmp_path / "run"), tmp_path / "printed"
+    options = {**ON_RAY, "launch__trainer_nodes": 1, "launch__inference_nodes": 1, "launch__ray__autoscaling": True}
+
+    def steps() -> int:
+        return run.latest_checkpoint_step() or 0
+
+    def tokens(server: str) -> int:
+        path = run.status / f"{server}.json"
+        return json.loads(path.read_bytes())["gauges"].get("tokens_sampled", 0) if path.exists() else 0
+
+    with (
+        HostSet(1, tmp_path / "hosts", [tmp_path_factory.getbasetemp()]) as hosts,
+        AutoscalingCluster(hosts, tmp_path / "cluster", max_nodes=3) as cluster,
+        open(printed, "wb") as output,
+    ):
+        options["launch__ray__address"] = cluster.address
+        command = [PYTHON, "-m", "headrace", *demo.arguments(run_file, run.root, **options, max_steps=1000)]
+        launcher = hosts[HEAD].popen(*command, output=output)
+
+        def wait(condition: Callable[[], object], what: str) -> None:
+            wait_for(lambda: condition() or launcher.poll() is not None, what, timeout=200)
+            assert launcher.poll() is None, printed.read_text()
+
+        def scale(servers: int) -> str:
+            return hosts[HEAD].run(PYTHON, "-m", "headrace", "scale", run.root, "--inference", servers)
+
+        wait(lambda: steps() >= 1, "a step")
+        assert cluster.added_nodes() == 2
+        assert "inference-1 waits for a host" in scale(2)
+        wait(lambda: tokens("inference-1"), "tokens of the new server")
+        assert cluster.added_nodes() == 3
+        step, sampled = steps(), tokens("inference-1")
+        wait(lambda: steps() > step + 1 and tokens("inference-1") > sampled, "steps with rollouts of the new server")
+        assert "draining inference-1" in scale(1)
+        wait(lambda: cluster.added_nodes() == 2, "the new node to be removed")
+        step = steps()
+        wait(lambda: steps() > step, "another step")
+        assert hosts[HEAD].send_signal(signal.SIGTERM, "headrace rl")
+        assert launcher.wait(60) == 128 + signal.SIGTERM, printed.read_text()
+        wait_for(lambda: cluster.added_nodes() == 0, "all nodes to be removed", timeout=60)
+    assert "was given back" in printed.read_text() and "is lost" not in printed.read_text()
+    last = steps() + 2
+    demo.headrace(*demo.arguments(run_file, run.root, max_steps=last), "--resume")
+    check_journal(run, last)
+    demo.headrace("audit", run.root)
 
 
 def hosts_in(output: str) -> dict[str, str]:

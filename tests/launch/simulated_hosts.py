@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
+from headrace.launch.hosts.base import Autoscaler, Host, HostProcess, ProcessSpec
 from headrace.observe.status import ProcessStatus
 from headrace.transport.run_dir import RunDir
 
@@ -62,7 +62,7 @@ class SimulatedProcess(HostProcess):
 class SimulatedHosts:
     """Implements `Hosts`. Every process is up at once."""
 
-    request: Callable[[int, int], None] | None = None
+    autoscaler: Autoscaler | None = None
 
     def __init__(self, run: RunDir, hosts: Sequence[Host]) -> None:
         self.listed = list(hosts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.errors import AGAIN, BAD_INPUT
+from headrace.launch.draining import MIN_DRAIN_S
 from headrace.launch.errors import InputRefused, LaunchError
 from headrace.launch.hosts.base import Host
 from headrace.launch.restarts import HOST_NEWS_S, HostWait, Recovery, Restarts
@@ -249,18 +251,36 @@ def test_servers_are_added_on_idle_gpus_and_the_newest_are_drained_first(tmp_pat
     assert len(world.starts("orchestrator")) == 1
 
 
-def test_servers_without_room_start_on_hosts_that_the_scheduler_adds(tmp_path: Path):
+class SimulatedAutoscaler:
+    """Adds hosts when the test does, and takes back the one named `new`."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.requests, self.released = world, list[tuple[int, int]](), list[tuple[float, str]]()
+
+    def request(self, servers: int, gpus: int) -> None:
+        self.requests.append((servers, gpus))
+
+    def release(self, hosts: Sequence[str]) -> None:
+        if "new" in hosts:
+            self._world.hosts.lose("new")
+            self.released.append((self._world.clock.now, "new"))
+
+
+def test_servers_without_room_start_on_hosts_that_the_scheduler_adds_and_gets_back(tmp_path: Path):
     world = World(tmp_path, 2, {"trainer_nodes": 1, "inference_nodes": 1, "on": "nodes"})
-    requests: list[tuple[int, int]] = []
-    world.hosts.request = lambda servers, gpus: requests.append((servers, gpus))
+    world.hosts.autoscaler = autoscaler = SimulatedAutoscaler(world)
     results: list[str] = []
     world.clock.at(1.0, lambda: scaled(world, 4, results))
     world.clock.at(30.0, lambda: world.hosts.listed.append(Host("new", "10.0.0.9", ("0", "1"), 8)))
     world.clock.at(40.0, lambda: scaled(world, 5, results))
     world.clock.at(50.0, lambda: scaled(world, 4, results))
-    world.clock.at(60.0, world.hosts.finish)
+    world.clock.at(60.0, lambda: scaled(world, 3, results))
+    world.clock.at(80.0, lambda: scaled(world, 2, results))
+    world.clock.at(100.0, world.hosts.finish)
     assert world.supervisor.run() == 0
-    assert requests == [(2, 1), (1, 1), (0, 0)]
+    assert autoscaler.requests == [(2, 1), (1, 1), (0, 0), (0, 0), (0, 0)]
+    ((released_at, _),) = autoscaler.released
+    assert 80.0 + MIN_DRAIN_S < released_at < 80.0 + 2 * MIN_DRAIN_S  # after its last server has left
     assert [world.host_of(f"inference-{number}") for number in (2, 3)] == ["new", "new"]
     assert not world.starts("inference-4") and len(world.starts("inference-3")) == 1
     assert results[0].count("waits for a host") == 2 and "nothing changes" in results[2]

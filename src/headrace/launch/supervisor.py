@@ -188,6 +188,7 @@ class Supervisor:
             self._handle_ended(ended, now)
             self._handle_requests(now)
             self._fleet.draining.advance(now, self._statuses)
+            self._release_idle_hosts()
             self._check(running)
             for unit in self._restarts.take_due(now, self._fleet.ending()):
                 self._read()
@@ -279,21 +280,28 @@ class Supervisor:
         while not self._scale_requests.empty():
             servers, answer = self._scale_requests.get()
             before = list(self._fleet.specs)
-            request = self._hosts.request
+            autoscaler = self._hosts.autoscaler
             try:
-                self._follow(self._plan.scale(self._hosts.list(), servers, may_wait=request is not None), now)
+                self._follow(self._plan.scale(self._hosts.list(), servers, may_wait=autoscaler is not None), now)
             except Failure as error:
                 answer.set_exception(error)
                 continue
             left_out = self._plan.left_out
-            if request is not None:
-                request(len(left_out), len(left_out[0].gpus) if left_out else 0)
+            if autoscaler is not None:
+                autoscaler.request(len(left_out), len(left_out[0].gpus) if left_out else 0)
             added = [f"starting {s.name} on {s.host}" for s in self._fleet.specs.values() if s.name not in before]
             removed = [f"draining {name}" for name in before if name not in self._fleet.specs]
             waiting = [f"{place.name} waits for a host" for place in left_out]
             sentence = f"{servers} inference servers: {', '.join([*added, *removed, *waiting]) or 'nothing changes'}"
             self._view.say(sentence)
             answer.set_result(sentence)
+
+    def _release_idle_hosts(self) -> None:
+        """Give hosts back that were added for servers which have left the run."""
+        if self._hosts.autoscaler is not None and not self._plan.left_out and not self._displaced:
+            used = [*self._fleet.specs.values(), *(process.spec for process in self._fleet.draining.processes)]
+            idle = {host.name for host in self._hosts.list()} - {spec.host for spec in used}
+            self._hosts.autoscaler.release(sorted(idle))
 
     def _handle_ended(self, ended: list[HostProcess], now: float) -> None:
         """Schedule restarts of crashed processes; raise `LaunchError` if one cannot be restarted."""

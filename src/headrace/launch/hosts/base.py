@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -142,15 +142,25 @@ class HostProcess(ABC):
             return file.read().decode(errors="replace").splitlines()[-count:]
 
 
+class Autoscaler(Protocol):
+    """A scheduler that adds hosts to a run in progress. Every method returns at once."""
+
+    def request(self, servers: int, gpus: int) -> None:
+        """Ask for hosts with room for `servers` of `gpus` GPUs each, which are listed when they have come.
+
+        A request replaces the last one, as far as that is not met yet.
+        """
+
+    def release(self, hosts: Sequence[str]) -> None:
+        """Give back those of these idle hosts that were added on request."""
+
+
 class Hosts(Protocol):
     """The hosts of a run. Every method returns at once, except `wait_until_ready`."""
 
     @property
-    def request(self) -> Callable[[int, int], None] | None:
-        """Asks the scheduler for hosts with room for N servers of G GPUs; None: it adds no hosts on request.
-
-        A request replaces the last one, as far as that is not met yet. The hosts are listed when they have come.
-        """
+    def autoscaler(self) -> Autoscaler | None:
+        """None: the scheduler does not add hosts on request."""
 
     def wait_until_ready(self) -> Sequence[Host]:
         """Wait for the hosts that the run needs, check them, and return them in order. Raises `LaunchError`."""

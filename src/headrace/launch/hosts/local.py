@@ -20,7 +20,7 @@ def this_machine() -> Host:
 class LocalHosts:
     """Implements `Hosts`. The processes inherit the `inherited` descriptors, and stop when this process ends."""
 
-    request = None
+    autoscaler = None
 
     def __init__(self, inherited: Sequence[int] = ()) -> None:
         self._inherited, self._lifeline = inherited, Lifeline()

@@ -86,7 +86,7 @@ class NodeHosts:
     `needs`: what the run asks of them; hosts that cannot be enough are refused before all of them have joined.
     """
 
-    request = None
+    autoscaler = None
 
     def __init__(
         self,

@@ -5,15 +5,14 @@ of the run, not by Ray. The actor of a process owns it as the launcher owns a pr
 stops when its actor ends. The driver polls all actors: a host that does not answer for `LEASE_S` is lost, and an actor
 that is not polled for as long kills its process.
 
-Ray moves the bundle of a lost host to a free one, which is then listed. Of Headrace, only this module and `ray_cluster`
-import Ray.
+Ray moves the bundle of a lost host to a free one, which is then listed. Of Headrace, only this module, `ray_actors`
+and `ray_cluster` import Ray.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -21,29 +20,25 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.config.launch import LaunchConfig, RayConfig
-from headrace.launch.addresses import CheckPort, dial, find_free_ports
 from headrace.launch.driver import Driver, Refused
 from headrace.launch.errors import BadRequest, LaunchError
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
 from headrace.launch.hosts.nodes import open_driver
+from headrace.launch.hosts.ray_actors import HOLD_S, POLL_S, HostKeeper, ProcessOwner
 from headrace.launch.hosts.ray_cluster import connect, import_ray, living_nodes
-from headrace.launch.node import CANNOT_START, Lease, NodeProcesses, describe_host
-from headrace.launch.node_messages import LEASE_S, Join, ProcessState, RunFacts, Start
+from headrace.launch.node import CANNOT_START
+from headrace.launch.node_messages import LEASE_S, Join, ProcessState, Start
 from headrace.launch.node_registry import natural_order
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
 from headrace.launch.ray_bundles import Bundle, describe_shortage, make_bundles
 from headrace.transport.run_dir import RunDir
 
-HOLD_S = 1.0
-"""How long an actor holds the answer to a poll."""
-POLL_S = 0.05
 ADMIT_S = 2.0
 """Between two looks for hosts that have come since."""
 PLACE_TIMEOUT_S = 15.0
@@ -55,65 +50,14 @@ NODE_LABEL = "ray.io/node-id"
 NODES_KEYS = "launch.trainer_nodes + launch.inference_nodes + launch.spare_nodes"
 
 
-class HostKeeper:
-    """Actor that holds the GPUs of a bundle, and answers for its host."""
-
-    def __init__(self) -> None:
-        self._check_port = CheckPort()
-
-    def describe(self, run: RunFacts, driver_host: str) -> Join:
-        """Check this host, and return what the driver checks."""
-        self._check_port.nonce = secrets.token_hex(8)
-        gpus = [str(gpu) for gpu in import_ray().get_gpu_ids()]
-        return describe_host(run, driver_host, self._check_port, gpus)
-
-    def dial(self, peer: Join) -> str:
-        """Return why the address of another host cannot be reached; empty if it can."""
-        return dial(peer.address, peer.check_port, peer.nonce)
-
-    def poll(self) -> None:
-        time.sleep(HOLD_S)
-
-    def free_port(self) -> int:
-        return find_free_ports(1)[0]
-
-    def kill_session(self, pid: int) -> None:
-        """Kill what is left of a process whose actor has died."""
-        if pid:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-
-
-class ProcessOwner:
-    """Actor that owns a process, which stops when the actor ends."""
-
-    def __init__(self, start: Start, directory: str) -> None:
-        """`directory`: the working directory of the driver, used if this host has it."""
-        with suppress(FileNotFoundError):
-            os.chdir(directory)
-        self._number, self._processes = start.process, NodeProcesses()
-        self._lease = Lease(LEASE_S, self._processes)
-        self._processes.start(start)
-
-    def poll(self) -> ProcessState:
-        """Renew the lease, and return the state of the process after `HOLD_S`, or at once when it has ended."""
-        self._lease.renewed_at = now = time.monotonic()
-        while (state := self._processes.states()[self._number]).exit_status is None and time.monotonic() < now + HOLD_S:
-            time.sleep(POLL_S)
-        return state
-
-    def send_signal(self, number: int) -> None:
-        self._processes.send_signal(self._number, number)
-
-    def kill(self) -> None:
-        self._processes.kill(self._number)
-
-
 class RayHost:
-    """A host of the run: a bundle on a node, and its keeper. `call`: the poll that is to be answered."""
+    """A host of the run: a bundle on a node, and its keeper. `call`: the poll that is to be answered.
 
-    def __init__(self, name: str, node: str, keeper: Any, facts: Join) -> None:
-        self.name, self.node, self.keeper, self.facts = name, node, keeper, facts
+    `bundle`: the id of its placement group and its index there. Bundles on the same node have GPUs of their own.
+    """
+
+    def __init__(self, name: str, node: str, bundle: tuple[Any, int], keeper: Any, facts: Join) -> None:
+        self.name, self.node, self.bundle, self.keeper, self.facts = name, node, bundle, keeper, facts
         self.is_lost = False
         self.answered_at = time.monotonic()
         self.poll()
@@ -203,10 +147,9 @@ class RayHosts:
 
     def __init__(self, driver: Driver, config: RayConfig, *, needed: int, gpus_per_node: int | None = None) -> None:
         self.driver, self._config, self._needed, self._gpus_per_node = driver, config, needed, gpus_per_node
-        self.request = self._request if config.autoscaling else None
-        self._requested: Any = None
-        """The group of hosts that were asked for last."""
+        self.autoscaler = self if config.autoscaling else None
         self._groups: list[Any] = []
+        """The hosts that the run needs, then groups of one host each that were added."""
         self._known: set[str] = set()
         """Nodes that the cluster had when the run started, or that were taken since."""
         self._names: Counter[str] = Counter()
@@ -214,7 +157,7 @@ class RayHosts:
         """The living ones."""
         self._processes: list[RayProcess] = []
         self._lock = threading.Lock()
-        """Guards names, hosts and processes."""
+        """Guards groups, names, hosts and processes."""
         self._is_closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._has_connected = False
@@ -222,7 +165,8 @@ class RayHosts:
     def wait_until_ready(self) -> Sequence[Host]:
         self._has_connected = connect(self._config.address, self._config.runtime_env)
         self._place()
-        self._admit()
+        for error in self._admit().values():
+            raise error
         for work in (self._keep_polling, self._keep_admitting):
             self._threads.append(threading.Thread(target=work, name=work.__name__, daemon=True))
             self._threads[-1].start()
@@ -245,28 +189,34 @@ class RayHosts:
                 raise BadRequest(problem, key=NODES_KEYS, value=self._needed, fix=fix)
             if self._config.autoscaling and waited - said > NOTICE_S:
                 said = waited
-                self.driver.notify(f"waiting for the Ray cluster to add hosts: {problem}")
+                self.driver.notify(f"waiting for the Ray cluster to add hosts: {problem}. `ray status` has its view")
 
-    def _admit(self) -> None:
-        """Add the nodes of placed bundles to the hosts, by name. Raises `LaunchError` that names the one to blame."""
+    def _admit(self) -> dict[tuple[Any, int], LaunchError]:
+        """Add the nodes of placed bundles to the hosts, by name. Return why those that do not fit are left out."""
         from ray.util import placement_group_table
 
         nodes = {node["NodeID"]: node for node in living_nodes()}
         with self._lock:
-            hosts = {host.node for host in self._hosts}
+            hosts, groups = {host.bundle for host in self._hosts}, list(self._groups)
         placed = [
             (nodes[node], group, index)
-            for group in self._groups
+            for group in groups
             for index, node in placement_group_table(group)["bundles_to_node_id"].items()
-            if node in nodes and node not in hosts
+            if node in nodes and (group.id, index) not in hosts
         ]
         placed.sort(key=lambda bundle: natural_order(bundle[0]["NodeManagerHostname"]))
         names = [self._unique(node["NodeManagerHostname"]) for node, _, _ in placed]
+        errors = {}
         with ThreadPoolExecutor(max(1, len(placed))) as pool:
-            for host in pool.map(self._check, names, *zip(*placed, strict=True)):
-                self._dial(host)
+            checks = [pool.submit(self._check, name, *bundle) for name, bundle in zip(names, placed, strict=True)]
+        for check, (_, group, index) in zip(checks, placed, strict=True):
+            try:
+                self._dial(host := check.result())
                 with self._lock:
                     self._hosts.append(host)
+            except LaunchError as error:
+                errors[group.id, index] = error
+        return errors
 
     def _unique(self, name: str) -> str:
         """Return a name that no host of the run has had yet."""
@@ -291,25 +241,29 @@ class RayHosts:
             raise LaunchError(str(error)) from error
         except ray.exceptions.RayError as error:
             raise LaunchError(f"host {name}: Headrace does not start in a process of Ray there: {error}") from error
-        return RayHost(name, node["NodeID"], keeper, facts)
+        return RayHost(name, node["NodeID"], (group.id, index), keeper, facts)
 
     def _dial(self, host: RayHost) -> None:
         """Check that a host and the others reach each other. Raises `LaunchError`."""
         with self._lock:
             pairs = [pair for other in self._hosts for pair in ((host, other), (other, host))]
-        answers = import_ray().get([a.keeper.dial.remote(b.facts) for a, b in pairs], timeout=ANSWER_TIMEOUT_S)
+        ray = import_ray()
+        try:
+            answers = ray.get([a.keeper.dial.remote(b.facts) for a, b in pairs], timeout=ANSWER_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"host {host.name}: it or another host was lost when it joined: {error}") from error
         for (a, b), problem in zip(pairs, answers, strict=True):
             if problem:
                 where = f"{b.facts.address}:{b.facts.check_port}"
                 raise LaunchError(f"host {a.name} ({a.facts.address}) cannot reach host {b.name} at {where}: {problem}")
 
     def _keep_admitting(self) -> None:
+        left_out: dict[tuple[Any, int], LaunchError] = {}
         while not self._is_closed.wait(ADMIT_S):
-            try:
-                self._take_new_nodes()
-                self._admit()
-            except LaunchError as error:
-                self.driver.notify(f"{error}; the host is left out")
+            self._take_new_nodes()
+            before, left_out = left_out, self._admit()
+            for bundle in left_out.keys() - before.keys():
+                self.driver.notify(f"{left_out[bundle]}; the host is left out")
 
     def _take_new_nodes(self) -> None:
         """Reserve the nodes that have joined the cluster since; not those that were added for others on demand."""
@@ -318,20 +272,32 @@ class RayHosts:
                 self._known.add(node["NodeID"])
                 self._reserve(make_bundles([node["Resources"]], 1, self._gpus_per_node)[0], node["NodeID"])
 
-    def _request(self, servers: int, gpus: int) -> None:
-        """Have an autoscaling cluster add hosts like the largest of the run, and withdraw what it has not added yet."""
+    def request(self, servers: int, gpus: int) -> None:
+        """Have the cluster add hosts like the largest of the run, each a group of its own, to be released alone."""
         from ray.util import placement_group, placement_group_table, remove_placement_group
 
-        if self._requested is not None and placement_group_table(self._requested)["state"] == "PENDING":
-            self._groups.remove(self._requested)
-            remove_placement_group(self._requested)
-        self._requested = None
-        if servers:
-            largest = self._groups[0].bundle_specs[0]
-            per_host = max(1, int(largest.get("GPU", 0)) // max(1, gpus))
-            hosts = [largest] * math.ceil(servers / per_host)
-            self._requested = placement_group(hosts, strategy="STRICT_SPREAD")
-            self._groups.append(self._requested)
+        largest = self._groups[0].bundle_specs[0]
+        per_host = max(1, int(largest.get("GPU", 0)) // max(1, gpus))
+        with self._lock:
+            coming = sum(len(group.bundle_specs) for group in self._groups) - len(self._hosts)
+            missing = math.ceil(servers / per_host) - coming
+            for group in self._groups[:0:-1]:
+                if missing < 0 and placement_group_table(group)["state"] != "CREATED":
+                    self._groups.remove(group)
+                    remove_placement_group(group)
+                    missing += 1
+            self._groups += [placement_group([largest]) for _ in range(missing)]
+
+    def release(self, hosts: Sequence[str]) -> None:
+        from ray.util import remove_placement_group
+
+        with self._lock:
+            added = {group.id: group for group in self._groups[1:]}
+            for host in [host for host in self._hosts if host.name in hosts and host.bundle[0] in added]:
+                self._hosts.remove(host)
+                self._groups.remove(added[host.bundle[0]])
+                remove_placement_group(added[host.bundle[0]])  # ends its keeper, too
+                self.driver.notify(f"host {host.name} is idle and was given back to the Ray cluster")
 
     def _reserve(self, bundle: Bundle, node: str) -> None:
         from ray.util import placement_group
