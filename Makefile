@@ -99,7 +99,7 @@ lint: $(DEV)
 
 docs: $(RUNTIME)
 	$(BIN)/python -m headrace.runfile.reference docs/reference
-	$(BIN)/python -m headrace.tools.models.table docs/reference/models.md
+	$(BIN)/python -m headrace.tools.models docs/reference/models.md
 
 snapshots: $(DEV)
 	HEADRACE_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/cli/test_printed_pages.py tests/cli/test_wrong_inputs.py \

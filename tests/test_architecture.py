@@ -122,7 +122,7 @@ TOOLS = (
     ("sweep", "view", "replay"),
     ("compare", "audit"),
     ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs", "models", "convert"),
-    ("names", "statistics"),
+    ("common",),
 )
 """The same for the folders of `tools`."""
 

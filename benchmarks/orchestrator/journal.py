@@ -25,7 +25,7 @@ from headrace.orchestrator.commits import Commits
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.routing import route_actions
 from headrace.rollout.types import Rollout, Sample, Task, Turn
-from headrace.tools.audit.audit import audit_run
+from headrace.tools.audit import audit_run
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Clock, Draw, Entries, Outcome, Totals
 from headrace.transport.journal_schema import check_log, transaction

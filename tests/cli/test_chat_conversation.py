@@ -12,7 +12,7 @@ import pytest
 from headrace.cli.chat import read_overrides
 from headrace.errors import BadInput
 from headrace.launch.server_target import base_url, key_in
-from headrace.tools.chat.conversation import (
+from headrace.tools.chat import (
     HELP,
     Conversation,
     ExitChat,

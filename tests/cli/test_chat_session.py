@@ -11,8 +11,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.inference.client.chat_stream import ChatClient
 from headrace.observe.console import SafeConsole
-from headrace.tools.chat.conversation import Conversation
-from headrace.tools.chat.session import Session, Terminal, talk
+from headrace.tools.chat import Conversation, Session, Terminal, talk
 from tests.cli.chat_stand_in import HANG_UP_WAIT, ChatStandIn, chat_stand_in
 
 CTRL_C = KeyboardInterrupt()

@@ -44,7 +44,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(resources, "measure", lambda _: Machine(None, 16 << 30, 0, 12 << 30, 100 << 30))
     monkeypatch.setattr("headrace.launch.hosts.local.usable_cores", lambda: 8)
-    monkeypatch.setattr("headrace.launch.placement_table.usable_cores", lambda: 8)
+    monkeypatch.setattr("headrace.launch.processes.usable_cores", lambda: 8)
     monkeypatch.setattr("socket.gethostname", lambda: "desk")
     command = ["rl", "examples/reverse-text/rl.toml", "--dry-run"]
     assert main(command) == 0

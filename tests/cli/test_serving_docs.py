@@ -25,7 +25,7 @@ from headrace.inference.server.keys import Forbidden, Unauthorized
 from headrace.inference.server.reading import TooLarge, TooSlow
 from headrace.inference.server.replies import error_reply
 from headrace.inference.weights.errors import WeightsUnreachable
-from headrace.tools.chat.conversation import HELP, SETTINGS
+from headrace.tools.chat import HELP, SETTINGS
 from tests.cli.chat_stand_in import chat_stand_in
 
 REPOSITORY = Path(__file__).parents[2]

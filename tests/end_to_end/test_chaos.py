@@ -18,7 +18,7 @@ from headrace.orchestrator.audit import states_before
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
-from headrace.tools.audit.audit import audit_run
+from headrace.tools.audit import audit_run
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.chaos import LAUNCHER, MOMENTS, Chaos, Evidence

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import FENCED
-from headrace.tools.audit.audit import audit_run
+from headrace.tools.audit import audit_run
 from headrace.transport.epochs import EPOCHS, LAUNCHER_VAR, numbers
 from headrace.transport.journal import Journal
 from headrace.transport.journal_files import journals

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.launch.driver import Driver
 from headrace.observe.metrics import MetricsCollector, read_metrics
-from headrace.tools.audit.audit import audit_run
+from headrace.tools.audit import audit_run
 from headrace.transport.epochs import LAUNCHER_VAR
 from headrace.transport.journal_files import HOSTS_VAR
 from headrace.transport.run_dir import RunDir

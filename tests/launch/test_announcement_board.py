@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from headrace.launch.announcement_board import AnnouncementBoard
+from headrace.launch.driver import AnnouncementBoard
 from headrace.launch.node_messages import Announcement
 
 

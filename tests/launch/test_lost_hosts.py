@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from headrace.errors import AGAIN, BAD_INPUT
-from headrace.launch.draining import MIN_DRAIN_S
 from headrace.launch.errors import InputRefused, LaunchError
+from headrace.launch.fleet import MIN_DRAIN_S
 from headrace.launch.hosts.base import Host
+from headrace.launch.replacement import RunPlan
 from headrace.launch.restarts import HOST_NEWS_S, HostWait, Recovery, Restarts
-from headrace.launch.run_plan import RunPlan
 from headrace.launch.supervisor import Supervisor
 from headrace.observe.metrics import MetricsLog
 from headrace.transport.endpoint import Endpoint, write_endpoint

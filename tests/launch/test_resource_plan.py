@@ -13,7 +13,6 @@ from headrace.errors import BadInput
 from headrace.inference.model_shape import LayerSizes, ModelShape
 from headrace.launch.hosts.base import Host
 from headrace.launch.placement import Place, Placement
-from headrace.launch.resource_changes import find_refusal, find_solutions
 from headrace.launch.resource_plan import (
     AnyRun,
     Budget,
@@ -22,7 +21,7 @@ from headrace.launch.resource_plan import (
     kept_checkpoints,
     plan_resources,
 )
-from headrace.launch.resources import occupied_bytes
+from headrace.launch.resources import find_refusal, find_solutions, occupied_bytes
 from headrace.runfile.run import RunConfig
 from tests.inference.shapes import QWEN_05B, QWEN_4B, QWEN_8B, QWEN_14B, QWEN_30B_A3B, QWEN_32B
 

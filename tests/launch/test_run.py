@@ -15,10 +15,9 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import Host, ProcessSpec
-from headrace.launch.placement_table import on_this_machine, place_here
-from headrace.launch.processes import processes_of, thread_env
+from headrace.launch.processes import on_this_machine, place_here, processes_of, thread_env
+from headrace.launch.replacement import RunPlan
 from headrace.launch.run import check_ports, exported, start_timeout
-from headrace.launch.run_plan import RunPlan
 from headrace.machine import VISIBLE_GPUS_VAR
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir

@@ -17,7 +17,7 @@ from headrace.inference.embedded.loading import load_model, refuse_unsupported
 from headrace.inference.embedded.self_check import UnsupportedModel
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
-from headrace.tools.models.families import FAMILIES as SUPPORT
+from headrace.tools.models import FAMILIES as SUPPORT
 from headrace.trainer.model import PackedModel
 from headrace.trainer.publisher import Publisher
 from headrace.transport.weights import WeightStore

@@ -18,7 +18,7 @@ from headrace.config.base import ConfigError
 from headrace.config.monitors import PrometheusConfig
 from headrace.inference.backend import EngineState
 from headrace.inference.server.metrics import Metrics
-from headrace.launch.run_metrics import launcher_lines
+from headrace.launch.heartbeat import launcher_lines
 from headrace.observe.grafana import dashboard
 from headrace.observe.histograms import count
 from headrace.observe.metrics import OBSERVERS, History, MetricsLog, read_metrics

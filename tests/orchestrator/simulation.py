@@ -58,8 +58,7 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
-from headrace.tools.audit.replay import compare_draws
-from headrace.tools.audit.report import Report
+from headrace.tools.audit import Report, compare_draws
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import NOT_TRAINABLE, Entries
 

@@ -13,7 +13,7 @@ from headrace.orchestrator.audit import find_violations
 from headrace.orchestrator.commits import Commits
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Rollout
-from headrace.tools.audit.files import find_damaged_files, find_rollout_violations
+from headrace.tools.audit import find_damaged_files, find_rollout_violations
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import NOT_TRAINABLE, Draw, Entries, Outcome, Totals
 from headrace.transport.run_dir import RunDir

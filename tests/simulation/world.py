@@ -27,7 +27,7 @@ from headrace.inference.client.pool import RetryState
 from headrace.launch.hosts.base import HostRole
 from headrace.launch.hosts.nodes import NodeHosts
 from headrace.launch.node_messages import LEASE_S
-from headrace.launch.run_plan import RunPlan
+from headrace.launch.replacement import RunPlan
 from headrace.launch.supervisor import Supervisor
 from headrace.orchestrator import audit
 from headrace.orchestrator.pipeline import Pipeline

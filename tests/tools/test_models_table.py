@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from headrace.tools.models.families import FAMILIES
-from headrace.tools.models.table import page
+from headrace.tools.models import FAMILIES, page
 from tests.models import families
 
 DOCS = Path(__file__).parents[2] / "docs"

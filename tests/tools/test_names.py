@@ -1,6 +1,6 @@
 """Short names for long paths."""
 
-from headrace.tools.names import short_names
+from headrace.tools.common import short_names
 
 
 def test_names_are_as_short_as_can_be():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.rollout.version import Version
-from headrace.tools.models.families import FAMILIES as SUPPORT
+from headrace.tools.models import FAMILIES as SUPPORT
 from headrace.transport.weights import WeightStore
 from tests.end_to_end.runs import REPOSITORY
 from tests.inference.plain_forward import plain_logprobs

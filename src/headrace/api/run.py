@@ -24,9 +24,8 @@ from headrace.transport.verification import Verification
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from headrace.config.sft import OfflineConfig
-    from headrace.runfile.run import RunConfig
-    from headrace.tools.audit.report import Report
+    from headrace.runfile.run import AnyRun
+    from headrace.tools.audit import Report
 
 POLL_S = 0.25
 REWARD = "reward/all/mean"
@@ -103,7 +102,7 @@ class Run:
         return self.files.root
 
     @property
-    def config(self) -> RunConfig | OfflineConfig:
+    def config(self) -> AnyRun:
         """The resolved configuration."""
         from headrace.launch.saved_config import read_run  # the types of run files take a second
 
@@ -185,7 +184,7 @@ class Run:
 
     def audit(self) -> Report:
         """Account for every prompt of the run, and check its journal and checkpoints."""
-        from headrace.tools.audit.audit import audit_run
+        from headrace.tools.audit import audit_run
 
         with ThreadPoolExecutor(1) as thread:  # it runs an event loop, and a notebook has one already
             return thread.submit(audit_run, self.files).result()

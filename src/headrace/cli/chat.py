@@ -14,28 +14,26 @@ from headrace.inference.client.chat_stream import ChatClient, StreamedReply
 from headrace.inference.client.openai_client import ModelEntry
 from headrace.launch.server_target import find_server, start_server
 from headrace.safe_text import unescaped
-from headrace.tools.chat.conversation import SETTINGS, Conversation
-from headrace.tools.chat.session import Session, Terminal, talk
+from headrace.tools.chat import SETTINGS, Conversation, Session, Terminal, talk
 
 PREFIX = "--inference."
 
 
 def configure_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "target",
         metavar="MODEL|RUN|URL",
         help="a model directory or hub name; a run directory; a server, http://HOST:PORT",
     )
-    parser.add_argument("--message", metavar="TEXT", help="ask this, print the answer and leave")
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--temperature", metavar="T", help="0 takes the likeliest token [the server's]")
-    parser.add_argument("--top-p", metavar="P", help="sample among the likeliest tokens of this total [the server's]")
-    parser.add_argument("--max-tokens", metavar="N", help="of one reply [the server's]")
-    parser.add_argument("--seed", metavar="N", help="for reproducible replies [none]")
-    parser.add_argument("--model", metavar="NAME", help="which of a server's models [its first]")
-    parser.add_argument(
-        "--api-key-var", metavar="VAR", default="HEADRACE_API_KEY", help="the variable with its key [HEADRACE_API_KEY]"
-    )
+    add("--message", metavar="TEXT", help="ask this, print the answer and leave")
+    add("--system", metavar="TEXT", help="the system message")
+    add("--temperature", metavar="T", help="0 takes the likeliest token [the server's]")
+    add("--top-p", metavar="P", help="sample among the likeliest tokens of this total [the server's]")
+    add("--max-tokens", metavar="N", help="of one reply [the server's]")
+    add("--seed", metavar="N", help="for reproducible replies [none]")
+    add("--model", metavar="NAME", help="which of a server's models [its first]")
+    add("--api-key-var", metavar="VAR", default="HEADRACE_API_KEY", help="the variable with its key [HEADRACE_API_KEY]")
     parser.epilog = (
         "Without a terminal, all of the standard input is the question, as with --message. A model is served by "
         "`headrace serve` for as long as the chat lasts: keys of [inference] are written --inference.engine vllm. Of a "

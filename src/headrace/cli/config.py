@@ -1,8 +1,9 @@
-"""`headrace config`: what a run file resolves to, and what any key of it means."""
+"""`headrace config`, `convert` and `manifest`: resolve, explain and translate run files."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from headrace.config.base import Config
 from headrace.config.dpo import DpoConfig
 from headrace.config.files import dump
 from headrace.config.sft import SftConfig
-from headrace.errors import BadInput
+from headrace.errors import BadInput, shown_value
+from headrace.launch.manifest import manifest
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.saved_config import kind_of, merge_files
 from headrace.runfile.explain import children, explain, find, kinds_of, summary_of, value_words, values_at
@@ -108,3 +110,58 @@ def _listed(title: str, entries: Sequence[tuple[str, str]]) -> list[str]:
             for name, text in entries
         ),
     ]
+
+
+def configure_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="a TOML of prime-rl; JSON, YAML or a script of TRL")
+    parser.add_argument("--output", metavar="F", type=Path, help="write the run file there [standard output]")
+    parser.add_argument("--from", dest="system", choices=("prime-rl", "trl"), help="its system [recognized by keys]")
+    parser.epilog = "A script is read, not executed. What could not be taken over is listed key by key."
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    from headrace.tools.convert import convert
+
+    output = arguments.output
+    rewards = Path("rewards.py") if output is None else output.with_name(f"{output.stem}_rewards.py")
+    made = convert(arguments.file, arguments.system, rewards.name)
+    if output is None:
+        print(made.text(), end="")
+    else:
+        for path in (output, *([rewards] if made.rewards else [])):
+            if path.exists():
+                raise BadInput("the file exists", key="--output", value=path, fix="Move it, or choose another name.")
+        output.write_text(made.text(), encoding="utf-8")
+        if made.rewards:
+            rewards.write_text(made.rewards, encoding="utf-8")
+        print(f"wrote {output}{f' and {rewards}' if made.rewards else ''}")
+    for notice in made.notices:
+        print(f"headrace: {notice}", file=sys.stderr)
+    for theirs, ours in made.renamed:
+        print(f"headrace: {theirs} is {ours} here", file=sys.stderr)
+    for key, value, reason in made.left_out:
+        shown = "" if value is None else f" = {shown_value(value)}"
+        print(f"headrace: not taken over: {key}{shown}: {reason}", file=sys.stderr)
+    for problem in made.missing:
+        print(f"headrace: to be added: {problem}", file=sys.stderr)
+    return 0
+
+
+def configure_manifest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="run files, merged left to right")
+    parser.add_argument("--output", metavar="F", type=Path, help="write the manifest to this file [standard output]")
+    parser.epilog = "Any key can be set on top of the files: --launch.kubernetes.image repository:tag"
+
+
+def run_manifest(arguments: argparse.Namespace) -> int:
+    add_code_folders(arguments.files)
+    overrides = [*arguments.overrides, "--launch.on", "nodes"]
+    config, notices = load(kind_of(arguments.files) or RunConfig, arguments.files, overrides)
+    for notice in notices:
+        print(f"headrace: {notice}", file=sys.stderr)
+    text = manifest(config)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        arguments.output.write_text(text)
+    return 0

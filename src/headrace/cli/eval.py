@@ -35,32 +35,29 @@ PIPE_WIDTH = 160
 
 
 def configure_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "models",
         metavar="CHECKPOINT",
         nargs="+",
         help="a model directory; a run, or a folder of runs; a checkpoint; a server, http://HOST:PORT[,http://...]",
     )
-    parser.add_argument("--env", metavar="ID", help="an environment's id, as in a run file [the run's own]")
+    add("--env", metavar="ID", help="an environment's id, as in a run file [the run's own]")
     pairs = {"metavar": "KEY=VALUE", "nargs": "+", "default": [], "type": _pair}
-    parser.add_argument("--env-args", **pairs, help="its args: split=test limit=100")  # type: ignore[arg-type]
-    parser.add_argument("--level", metavar="N", nargs="+", type=positive, help="of math: only problems of this level")
-    parser.add_argument(
-        "--checkpoints", choices=("final", "permanent"), default="final", help="which models of a run [final]"
-    )
-    parser.add_argument(
+    add("--env-args", **pairs, help="its args: split=test limit=100")  # type: ignore[arg-type]
+    add("--level", metavar="N", nargs="+", type=positive, help="of math: only problems of this level")
+    add("--checkpoints", choices=("final", "permanent"), default="final", help="which models of a run [final]")
+    add(
         "--output",
         metavar="DIR",
         type=Path,
         help="where to write [outputs/eval/ENV, or artifacts/eval/ENV of the run's storage root]",
     )
     add_format(parser)
-    parser.add_argument("--num-examples", metavar="N", type=positive, help="only the first N examples [all]")
-    parser.add_argument("--samples", metavar="K", type=positive, default=1, help="episodes per example [1]")
-    parser.add_argument(
-        "--concurrency", metavar="N", type=positive, default=256, help="episodes at once on an engine [256]"
-    )
-    parser.add_argument("--zero-shot", metavar="FILE", type=Path, help="also write the record of one model's examples")
+    add("--num-examples", metavar="N", type=positive, help="only the first N examples [all]")
+    add("--samples", metavar="K", type=positive, default=1, help="episodes per example [1]")
+    add("--concurrency", metavar="N", type=positive, default=256, help="episodes at once on an engine [256]")
+    add("--zero-shot", metavar="FILE", type=Path, help="also write the record of one model's examples")
     sampling = parser.add_argument_group("how replies are sampled")
     sampling.add_argument("--temperature", metavar="T", type=float, default=0.0, help="[0: the likeliest token]")
     sampling.add_argument("--top-p", metavar="P", type=float, help="among the likeliest tokens of this total [1]")
@@ -179,12 +176,8 @@ def _report(
 def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     """Return the evaluation of the arguments; `output` and an environment that is not set are filled in later."""
     if arguments.samples > 1 and arguments.temperature == 0:
-        raise BadInput(
-            "samples of temperature 0 are all alike",
-            key="--samples",
-            value=arguments.samples,
-            fix="Set --temperature, or leave --samples out.",
-        )
+        fact = "samples of temperature 0 are all alike"
+        raise BadInput(fact, key="--samples", value=arguments.samples, fix="Set --temperature, or leave --samples out.")
     given = {key: value for key in SAMPLING if (value := getattr(arguments, key)) is not None}
     sampling, _ = validate(SamplingConfig, given, "command line")
     renderer, env_args = dict(arguments.renderer), dict(arguments.env_args)

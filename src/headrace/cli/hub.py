@@ -28,10 +28,9 @@ from headrace.transport.run_dir import RunDir
 
 
 def configure_push(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="PATH", type=Path, help="a run, a sweep, a checkpoint, a model directory, or data"
-    )
-    parser.add_argument("repo", metavar="OWNER/NAME", help="the repository; created if it does not exist")
+    add = parser.add_argument
+    add("target", metavar="PATH", type=Path, help="a run, a sweep, a checkpoint, a model directory, or data")
+    add("repo", metavar="OWNER/NAME", help="the repository; created if it does not exist")
     data = parser.add_mutually_exclusive_group()
     data.add_argument("--dataset", action="store_true", help="upload PATH, a file or a folder, as a dataset")
     data.add_argument("--rollouts", action="store_true", help="upload the rollouts of the run as a dataset")
@@ -39,7 +38,7 @@ def configure_push(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--checkpoint", metavar="step-N", action="append", default=[], type=_step, help="a checkpoint")
     run.add_argument("--permanent", action="store_true", help="every permanent checkpoint")
     run.add_argument("--resume-state", action="store_true", help="all that is needed to continue the run elsewhere")
-    parser.add_argument(
+    add(
         "--exclude",
         metavar="GLOB",
         action="append",
@@ -47,10 +46,10 @@ def configure_push(parser: argparse.ArgumentParser) -> None:
         help="of a dataset: leave out paths or names that match",
     )
     _add_hub_options(parser)
-    parser.add_argument(
+    add(
         "--private", action=argparse.BooleanOptionalAction, default=True, help="who may read a new repository [private]"
     )
-    parser.add_argument("--replace", action="store_true", help="delete everything else in the repository")
+    add("--replace", action="store_true", help="delete everything else in the repository")
     parser.epilog = "Doing it again uploads only what has changed. See docs/how-to/hub.md."
 
 
@@ -118,12 +117,8 @@ def _contents(arguments: argparse.Namespace) -> Iterator[Contents]:
     elif (target / "config.json").is_file():
         yield contents_of_model(target, target.resolve().name, arguments.repo)
     else:
-        raise BadInput(
-            "neither a run nor a sweep, a checkpoint or a model directory",
-            key="PATH",
-            value=str(target),
-            fix="Push data, or any folder, with --dataset.",
-        )
+        fact = "neither a run nor a sweep, a checkpoint or a model directory"
+        raise BadInput(fact, key="PATH", value=str(target), fix="Push data, or any folder, with --dataset.")
 
 
 def _print(line: str) -> None:

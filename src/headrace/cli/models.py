@@ -17,26 +17,25 @@ def configure_models(parser: argparse.ArgumentParser) -> None:
 
 
 def run_models(arguments: argparse.Namespace) -> int:
-    from headrace.tools.models.table import table
+    from headrace.tools.models import table
 
     print(table(), end="")
     return 0
 
 
 def configure_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="RUN|CHECKPOINT", type=Path, help="a run directory, or one of its checkpoints"
-    )
-    parser.add_argument("target", metavar="DIR", type=Path, help="where to write the model")
-    parser.add_argument("--step", type=int, help="which checkpoint of the run (default: the newest)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", metavar="RUN|CHECKPOINT", type=Path, help="a run directory, or one of its checkpoints")
+    add("target", metavar="DIR", type=Path, help="where to write the model")
+    add("--step", type=int, help="which checkpoint of the run (default: the newest)")
+    add(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
         help="the type of the tensors (default: that of the model before training)",
     )
-    parser.add_argument("--adapter", action="store_true", help="only the LoRA adapter of the run, in PEFT's format")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    add("--adapter", action="store_true", help="only the LoRA adapter of the run, in PEFT's format")
+    add("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
 def run_export(arguments: argparse.Namespace) -> int:

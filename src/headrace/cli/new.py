@@ -1,4 +1,4 @@
-"""`headrace new`: write the skeleton of an environment, with a test and run files."""
+"""`headrace new` and `headrace examples`: write the skeleton of an environment, list or copy the shipped run files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import builtins
 import importlib.util
 import keyword
 import re
+import shutil
 from importlib import resources
 from pathlib import Path
 from string import Template
 
+import headrace
+from headrace.cli.common import RUN_FILES, refuse_occupied
 from headrace.errors import BadInput
 
 HELD_OUT = 'args = {{ split = "eval", num_tasks = {} }}'
@@ -115,3 +118,39 @@ def module_name(given: str) -> str:
 def class_name(name: str, kind: str) -> str:
     """Return the name of the environment in its module: a function for `single`, a class for the others."""
     return name if kind == "single" else "".join(word.capitalize() for word in name.split("_"))
+
+
+DEMO = "reverse-text/rl.toml"
+
+
+def examples_directory() -> Path:
+    """Return `headrace/examples` of an installed wheel, or `examples` of the checkout that is imported."""
+    package = Path(headrace.__file__).parent
+    installed = package / "examples"
+    return installed if installed.is_dir() else package.parents[1] / "examples"
+
+
+def configure_examples(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--copy",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        const=Path("examples"),
+        help="copy all of them to DIR [./examples] instead of listing them",
+    )
+
+
+def run_examples(arguments: argparse.Namespace) -> int:
+    source = examples_directory()
+    if arguments.copy is not None:
+        refuse_occupied(arguments.copy)
+        shutil.copytree(source, arguments.copy, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        print(f"wrote {arguments.copy}; for example: headrace rl {arguments.copy / DEMO}")
+        return 0
+    files = sorted(path for path in source.rglob("*") if path.suffix in RUN_FILES)
+    width = max(len(str(path.relative_to(source))) for path in files)
+    for path in files:
+        first_line = path.read_text().partition("\n")[0]
+        print(f"{path.relative_to(source)!s:<{width}}  {first_line.removeprefix('# ')}")
+    return 0

@@ -1,4 +1,4 @@
-"""`headrace node`: the agent of one host of a run."""
+"""`headrace node`, the agent of one host of a run, and `headrace scale`, which changes the number of its servers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from headrace.cli.common import positive
+from headrace.launch.driver_client import DriverClient, find_driver
 from headrace.launch.errors import BadRequest
 from headrace.launch.hosts.base import HostRole
 from headrace.launch.node import NodeAgent, default_name, log_to_run
-from headrace.launch.node_messages import NODE_NAME
+from headrace.launch.node_messages import NODE_NAME, Scale, Scaled
+from headrace.launch.run_directory import find_run
 from headrace.launch.slurm_job import REQUEUE_VAR, requeue_without_launcher
 from headrace.observe.status import setup_logging
 from headrace.transport.run_dir import RunDir
@@ -47,3 +50,19 @@ def run_node(arguments: argparse.Namespace) -> int:
         threading.Thread(target=watch, name="requeue", daemon=True).start()
     with closing(NodeAgent(arguments.run, name, arguments.wait, arguments.role, arguments.state)) as agent:
         return agent.run()
+
+
+TIMEOUT_S = 30.0
+
+
+def configure_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
+    parser.add_argument(
+        "--inference", metavar="N", type=positive, required=True, help="inference servers that the run shall have"
+    )
+
+
+def run_scale(arguments: argparse.Namespace) -> int:
+    with closing(DriverClient(find_driver(find_run(arguments.run)))) as client:
+        print(client.post("/scale", Scale(arguments.inference), Scaled, TIMEOUT_S).message)
+    return 0

@@ -11,23 +11,20 @@ from headrace.cli.prepare import notify
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run, run_directory
-from headrace.tools.pairs.pairs import Choice, add_tools, is_held_out, make_pairs
+from headrace.tools.pairs import Choice, add_tools, is_held_out, make_pairs
 from headrace.transport.files import write_atomically
 from headrace.transport.rollout_files import RolloutFiles
 
 
 def configure_pairs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write the pairs [RUN/pairs.jsonl]")
-    parser.add_argument("--steps", metavar="A:B", type=step_span, default=(None, None), help="only these steps [all]")
-    parser.add_argument("--env", metavar="NAME", help="only this environment of the run")
-    parser.add_argument(
-        "--min-gap", metavar="R", type=float, default=0.0, help="least difference of the two rewards [any]"
-    )
-    parser.add_argument("--per-group", metavar="N", type=positive, default=1, help="most pairs of a group [1]")
-    parser.add_argument(
-        "--held-out", metavar="SHARE", type=float, help="share of the tasks whose pairs go to a second file [none]"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run directory")
+    add("--output", metavar="FILE", type=Path, help="where to write the pairs [RUN/pairs.jsonl]")
+    add("--steps", metavar="A:B", type=step_span, default=(None, None), help="only these steps [all]")
+    add("--env", metavar="NAME", help="only this environment of the run")
+    add("--min-gap", metavar="R", type=float, default=0.0, help="least difference of the two rewards [any]")
+    add("--per-group", metavar="N", type=positive, default=1, help="most pairs of a group [1]")
+    add("--held-out", metavar="SHARE", type=float, help="share of the tasks whose pairs go to a second file [none]")
 
 
 def run_pairs(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from headrace.cli.common import add_run_arguments
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
-from headrace.config.sft import OfflineConfig
 from headrace.launch.errors import BadRequest, naming_run
 from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables
@@ -25,21 +24,21 @@ from headrace.launch.run_directory import DirectoryPlan, hold, is_run, plan_dire
 from headrace.launch.saved_config import changes, kind_of, pin, save
 from headrace.launch.slurm_job import in_allocation
 from headrace.runfile.reading import load
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.transport.run_dir import RunDir
 
 if TYPE_CHECKING:  # imported later, after the renderers
     from headrace.launch.checks import Subject
     from headrace.launch.resources import PlannedRun
 
-Kind = type[RunConfig] | type[OfflineConfig]
+Kind = type[AnyRun]
 
 
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that passed all checks and whose model exists. Its directory is not changed yet."""
 
-    config: RunConfig | OfflineConfig
+    config: AnyRun
     plan: DirectoryPlan
     code_folders: Sequence[str]
     again: str
@@ -120,9 +119,9 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
     return PreparedRun(config, plan, folders, _command_to_continue(kind, arguments, plan), planned)
 
 
-def _dry_run(config: RunConfig | OfflineConfig, checked: Subject) -> list[str]:
+def _dry_run(config: AnyRun, checked: Subject) -> list[str]:
     """Return what the checks found, where the processes would run, and what they need of this machine."""
-    from headrace.launch.placement_table import describe_placement, on_this_machine
+    from headrace.launch.processes import describe_placement, on_this_machine
     from headrace.launch.resources import plan_here
 
     is_local = config.launch.on == "local"
@@ -159,11 +158,10 @@ def _refuse_other_kind(kind: Kind, files: Sequence[Path]) -> None:
         raise ConfigError(f"a run file of headrace {other.COMMAND}", file=files[0], fix=f"Write: {fix}")
 
 
-def _plan(arguments: argparse.Namespace, config: RunConfig | OfflineConfig) -> DirectoryPlan:
+def _plan(arguments: argparse.Namespace, config: AnyRun) -> DirectoryPlan:
     """Return what will be done with `output_dir`; raises if it cannot be done."""
     from headrace.launch.placement import place
-    from headrace.launch.placement_table import expected_hosts
-    from headrace.launch.processes import has_servers, needs_of
+    from headrace.launch.processes import expected_hosts, has_servers, needs_of
     from headrace.launch.run import check_ports
 
     if config.output_dir is None:
@@ -186,13 +184,9 @@ def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
     for file in arguments.files:
         folder = Path(file).parent
         if Path(file) == RunDir(folder).config and is_run(folder) and folder.resolve() != output_dir.resolve():
-            raise BadRequest(
-                "the run file is in another directory, that of a copied or moved run",
-                file=file,
-                key="output_dir",
-                value=str(output_dir),
-                fix=f"Choose one: --output_dir {folder}, or --output_dir {output_dir}.",
-            )
+            fact = "the run file is in another directory, that of a copied or moved run"
+            fix = f"Choose one: --output_dir {folder}, or --output_dir {output_dir}."
+            raise BadRequest(fact, file=file, key="output_dir", value=str(output_dir), fix=fix)
 
 
 def notify(*notices: str) -> None:

@@ -24,21 +24,16 @@ from headrace.tools.probe.view import render_report
 
 
 def configure_probe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "environment", metavar="ENV", help="an id as in a run file, package.module:Class, or my_env.py:Class"
-    )
-    parser.add_argument(
-        "--args", metavar="JSON", default="{}", help="the environment's args; or one by one, --args.key"
-    )
-    parser.add_argument("--examples", metavar="N", type=positive, default=3, help="prompts shown, tasks attacked [3]")
-    parser.add_argument("--tasks", metavar="N", type=positive, default=16, help="tasks on which gold runs [16]")
-    parser.add_argument(
-        "--timeout", metavar="S", type=_seconds, default=10.0, help="seconds of one scripted episode [10]"
-    )
-    parser.add_argument("--load-timeout", metavar="S", type=_seconds, default=600.0, help="seconds to load it [600]")
-    parser.add_argument("--model", metavar="DIR|NAME", help="render and count prompts with its tokenizer [tiny]")
-    parser.add_argument("--seq-len", metavar="N", type=positive, help="the run's seq_len: do prompts fit?")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add = parser.add_argument
+    add("environment", metavar="ENV", help="an id as in a run file, package.module:Class, or my_env.py:Class")
+    add("--args", metavar="JSON", default="{}", help="the environment's args; or one by one, --args.key")
+    add("--examples", metavar="N", type=positive, default=3, help="prompts shown, tasks attacked [3]")
+    add("--tasks", metavar="N", type=positive, default=16, help="tasks on which gold runs [16]")
+    add("--timeout", metavar="S", type=_seconds, default=10.0, help="seconds of one scripted episode [10]")
+    add("--load-timeout", metavar="S", type=_seconds, default=600.0, help="seconds to load it [600]")
+    add("--model", metavar="DIR|NAME", help="render and count prompts with its tokenizer [tiny]")
+    add("--seq-len", metavar="N", type=positive, help="the run's seq_len: do prompts fit?")
+    add("--json", action="store_true", help="print one JSON object")
     sampling = parser.add_argument_group("to sample episodes with a model and predict how many groups have a signal")
     sampling.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server, http://host:port/v1")
     sampling.add_argument("--endpoint-model", metavar="NAME", help="which of its models [its first]")

@@ -34,7 +34,7 @@ from headrace.machine import frozen_imports, keep_compiled_kernels
 from headrace.observe.prometheus import exporting_records
 from headrace.observe.status import Status, is_up, setup_logging
 from headrace.observe.tracing import tracing
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.text import import_renderers
 from headrace.text.hub import model_directory
 from headrace.transport.announcements import announcements
@@ -156,12 +156,8 @@ def configure_trainer(parser: argparse.ArgumentParser) -> None:
 def run_trainer(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks * arguments.nodes
     if arguments.sharing is not None and max(ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise BadRequest(
-            "only a single rank can share its device with servers",
-            key="--sharing",
-            value=arguments.sharing,
-            fix="Leave out --sharing, or start one rank.",
-        )
+        fact = "only a single rank can share its device with servers"
+        raise BadRequest(fact, key="--sharing", value=arguments.sharing, fix="Leave out --sharing, or start one rank.")
     if arguments.nodes > 1 and not re.fullmatch(r".+:\d+", arguments.rendezvous or ""):
         fact, fix = "hosts that train together need a common address", "Give HOST:PORT of host 0."
         raise BadRequest(fact, key="--rendezvous", value=arguments.rendezvous, fix=fix)
@@ -223,7 +219,7 @@ def run_trainer(arguments: argparse.Namespace) -> int:
     return request.exit_code
 
 
-def colocated_engines(config: RunConfig | OfflineConfig, sharing: str) -> ColocatedEngines:
+def colocated_engines(config: AnyRun, sharing: str) -> ColocatedEngines:
     """Describe the servers that share the device with a run's trainer."""
     trainer = config.trainer if isinstance(config, RunConfig) else config
     inference, servers = config.inference, servers_at_least(config)
@@ -274,10 +270,6 @@ def _check_resume(directory: Path, resume: str | None) -> str | None:
     if resume is None:
         return None
     if plan_directory(directory, resume, clean=False).fork_of is not None:
-        raise BadRequest(
-            f"not the newest checkpoint of {directory}",
-            key="--resume",
-            value=resume,
-            fix="To go back to it, use headrace rl, headrace sft or headrace dpo.",
-        )
+        fix = "To go back to it, use headrace rl, headrace sft or headrace dpo."
+        raise BadRequest(f"not the newest checkpoint of {directory}", key="--resume", value=resume, fix=fix)
     return LATEST

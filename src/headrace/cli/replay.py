@@ -21,21 +21,20 @@ PIPE_WIDTH = 160
 
 
 def configure_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN|BUNDLE", type=Path, help="the run directory, or a file that --bundle wrote")
-    parser.add_argument("step", metavar="STEP", type=positive, nargs="?", help="the step of the run; a bundle has one")
-    parser.add_argument("--bundle", metavar="FILE", type=Path, help="write the step as one file, for another machine")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", metavar="RUN|BUNDLE", type=Path, help="the run directory, or a file that --bundle wrote")
+    add("step", metavar="STEP", type=positive, nargs="?", help="the step of the run; a bundle has one")
+    add("--bundle", metavar="FILE", type=Path, help="write the step as one file, for another machine")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
+    add(
         "--tolerance",
         metavar="X",
         type=float,
         default=DEFAULT_TOLERANCE,
         help=f"largest error that counts as the same [{DEFAULT_TOLERANCE:g}]",
     )
-    parser.add_argument(
-        "--top", metavar="K", type=positive, default=DEFAULT_ROLLOUTS, help=f"rollouts to show [{DEFAULT_ROLLOUTS}]"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--top", metavar="K", type=positive, default=DEFAULT_ROLLOUTS, help=f"rollouts to show [{DEFAULT_ROLLOUTS}]")
+    add("--json", action="store_true", help="print one JSON object")
     parser.epilog = (
         "Exit code: 0 if the step is the same within the tolerance, 1 if it differs or nothing was recorded, 2 if it "
         "cannot be replayed. Other settings: --trainer.key value, for example --trainer.model.dtype float32"

@@ -41,18 +41,17 @@ def run_summary(arguments: argparse.Namespace) -> int:
 
 
 def configure_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="run directories; the others are compared with the first"
-    )
-    parser.add_argument("--metric", metavar="NAME", help="any of metrics.jsonl [reward/all/mean, else loss]")
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", type=Path, help="run directories; the others are compared with the first")
+    add("--metric", metavar="NAME", help="any of metrics.jsonl [reward/all/mean, else loss]")
+    add(
         "--evaluation",
         metavar="DIR",
         type=Path,
         help="the output of `headrace eval` on these runs, instead of the evaluations that they saved",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--output", metavar="DIR", type=Path, help="write a page with curves, and the JSON, there")
     add_format(parser)
     parser.epilog = "Runs that differ only in their seed are one variant. See docs/how-to/comparing.md."
 

@@ -152,11 +152,8 @@ def starting_model(run: RunDir, base: str | None) -> str | None:
     if run.final_model.is_dir() and not (lasting and is_adapter(lasting[-1])):
         return str(run.final_model)
     if not lasting and run.latest_checkpoint_step() and not in_use(run.root):  # the trainer of a running run has them
-        raise BadInput(
-            "the run was stopped, and only its checkpoints have its weights",
-            file=run.root,
-            fix=f"Write a model with `headrace export {run.root} DIR`, and serve DIR.",
-        )
+        fact = "the run was stopped, and only its checkpoints have its weights"
+        raise BadInput(fact, file=run.root, fix=f"Write a model with `headrace export {run.root} DIR`, and serve DIR.")
     return base
 
 

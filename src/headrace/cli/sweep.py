@@ -21,9 +21,8 @@ from headrace.launch.slurm_job import in_allocation, submitted
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.runfile.run import RunConfig
 from headrace.tools.compare.view import align
-from headrace.tools.sweep.array import SCRIPT, array_script
 from headrace.tools.sweep.config import SweepConfig, flatten, override_words, read_sweep
-from headrace.tools.sweep.jobs import Job, check_engines, default_directory, make_jobs
+from headrace.tools.sweep.jobs import SCRIPT, Job, array_script, check_engines, default_directory, make_jobs
 from headrace.tools.sweep.plan import PlannedRun, format_value, plan_runs
 from headrace.tools.sweep.record import (
     SweepRecord,

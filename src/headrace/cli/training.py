@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from headrace.cli.common import add_run_arguments, add_start_options
-from headrace.cli.examples import DEMO, examples_directory
+from headrace.cli.new import DEMO, examples_directory
 from headrace.cli.prepare import Kind, PreparedRun, notify, prepare
 from headrace.config.dpo import DpoConfig
 from headrace.config.sft import SftConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def configure_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "path",
         metavar="RUN",
         type=Path,
@@ -15,12 +16,10 @@ def configure_view(parser: argparse.ArgumentParser) -> None:
         default=Path("outputs"),
         help="a run, or a folder of runs [outputs]",
     )
-    parser.add_argument("--port", type=int, default=0, help="the port to listen on [any free port]")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen on; others than this machine can then open the URL"
-    )
-    parser.add_argument("--export", metavar="DIR", type=Path, help="write the page as files that open without a server")
-    parser.add_argument("--no-browser", action="store_true", help="print the URL only")
+    add("--port", type=int, default=0, help="the port to listen on [any free port]")
+    add("--host", default="127.0.0.1", help="the address to listen on; others than this machine can then open the URL")
+    add("--export", metavar="DIR", type=Path, help="write the page as files that open without a server")
+    add("--no-browser", action="store_true", help="print the URL only")
 
 
 def run_view(arguments: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ from headrace.observe.monitors import wandb_mode
 from headrace.observe.tracing import check_installed
 from headrace.orchestrator.filters import CustomFilterConfig
 from headrace.runfile.reading import filled_sources
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.text.hub import cached_model_directory, model_directory, read_settings
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import shared_tokenizer
@@ -64,7 +64,7 @@ SLOW_S = 2.0
 class Subject:
     """A run that is checked, and the results of the checks."""
 
-    config: RunConfig | OfflineConfig
+    config: AnyRun
     scratch: Path
     """A temporary folder."""
     began_with: str | None = None
@@ -92,7 +92,7 @@ class Subject:
 Check = Callable[[Subject], Iterator[BadInput]]
 
 
-def check_run(config: RunConfig | OfflineConfig, began_with: str | None = None, *, downloads: bool = True) -> Subject:
+def check_run(config: AnyRun, began_with: str | None = None, *, downloads: bool = True) -> Subject:
     """Run all checks, with the run's sandbox. Raises `BadInput` with all problems, or returns the results.
 
     Without `downloads`, a notice reports data that is not on this machine. With `HF_HUB_OFFLINE` it is a problem.
@@ -330,7 +330,7 @@ def _base_of_sft_model(subject: Subject, file: Path) -> Path | None:
     return start.model
 
 
-def _environments(config: RunConfig | OfflineConfig) -> list[tuple[str, EnvConfig, Any, int]]:
+def _environments(config: AnyRun) -> list[tuple[str, EnvConfig, Any, int]]:
     """Return every environment with its key, the sampling defaults, and the maximum length of a conversation."""
     slots: dict[str, Any]
     if isinstance(config, RunConfig):

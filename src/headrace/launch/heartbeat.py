@@ -1,4 +1,4 @@
-"""A heartbeat for monitoring outside the run: `heartbeat.json`, and a POST of its content to a URL.
+"""Monitoring from outside the run: `heartbeat.json`, a POST of its content to a URL, and `/metrics` of the launcher.
 
 A run that fails stops sending, so that a service such as healthchecks.io raises an alarm. A thread calls the URL, one
 call at a time, so that a slow or failing URL does not affect the run.
@@ -14,13 +14,16 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from headrace.observe.diagnosis import RECENT_STEPS
+from headrace.observe.exposition import head, sample
 from headrace.observe.heartbeat import HeartbeatContent
+from headrace.observe.metrics import History
+from headrace.observe.status import ObservedStatus
 from headrace.transport.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -120,3 +123,29 @@ class Heartbeat:
             if not self._failed:  # one warning per series of failures
                 log.warning("launch.heartbeat_url: the request failed: %s", error)
             self._failed = True
+
+
+def launcher_lines(
+    history: History, statuses: Mapping[str, ObservedStatus], running: Mapping[str, bool], restarts: Mapping[str, int]
+) -> Iterator[str]:
+    """Return the samples; `running` and `restarts` are by process and by unit."""
+    yield from head("headrace_run_step", "gauge", "Optimizer steps done.")
+    yield sample("headrace_run_step", history.step)
+    if "time" in history.latest:
+        name = "headrace_run_last_record_timestamp_seconds"
+        yield from head(name, "gauge", "When a metric was last recorded.")
+        yield sample(name, history.latest["time"])
+    waiting = {name: status.age(status.waiting_since) for name, status in statuses.items() if status.waiting_for}
+    for name, kind, help_text, label, values in (
+        ("process_running", "gauge", "1 while a process of the run runs.", "process", running),
+        ("process_restarts_total", "counter", "Restarts after crashes and lost hosts.", "unit", restarts),
+        ("process_waiting_seconds", "gauge", "For how long processes have been waiting.", "process",
+         {name: waiting.get(name, 0.0) for name in statuses}),
+        ("process_silent_seconds", "gauge", "Seconds since a process last wrote its status.", "process",
+         {name: status.silent_s for name, status in statuses.items()}),
+        ("process_problem", "gauge", "1 while a process reports a problem.", "process",
+         {name: bool(status.problem) for name, status in statuses.items()}),
+    ):  # fmt: skip
+        yield from head(f"headrace_{name}", kind, help_text)
+        for process, value in sorted(values.items()):
+            yield sample(f"headrace_{name}", float(value), {label: process})

@@ -18,14 +18,13 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump
 from headrace.config.kubernetes import KubernetesConfig
 from headrace.config.launch import LaunchConfig
-from headrace.config.sft import OfflineConfig
 from headrace.launch.hosts.base import Host, HostRole
 from headrace.launch.node import JOINED
 from headrace.launch.placement import place
 from headrace.launch.processes import needs_of
 from headrace.machine import CACHE_VARIABLE
 from headrace.runfile.reading import leaves
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun
 from headrace.transport.announcements import DRIVER_VAR, KEY_VAR
 
 VOLUME = PurePosixPath("/runs")
@@ -59,7 +58,7 @@ SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 Object = dict[str, Any]
 
 
-def manifest(config: RunConfig | OfflineConfig) -> str:
+def manifest(config: AnyRun) -> str:
     """Return the objects as YAML, with the placement of the run's processes as a comment."""
     pods = Pods(config)
     comments = [
@@ -90,7 +89,7 @@ _Dumper.add_representer(
 class Pods:
     """The pods of a run. Raises `ConfigError` if they cannot run it."""
 
-    def __init__(self, config: RunConfig | OfflineConfig) -> None:
+    def __init__(self, config: AnyRun) -> None:
         self.config, self.settings = config, config.launch.kubernetes or KubernetesConfig()
         self.command = config.COMMAND
         if self.settings.image is None:
@@ -284,7 +283,7 @@ def refuse_secrets(launch: LaunchConfig, secrets: Mapping[str, str]) -> None:
             raise ConfigError(fact, key=f"launch.env_from.{name}", value=source, fix=fix.format(source))
 
 
-def refuse_local_paths(config: RunConfig | OfflineConfig) -> None:
+def refuse_local_paths(config: AnyRun) -> None:
     """Raise `ConfigError` for a file or directory of this machine, which the pods do not see."""
     for key, value in leaves(config.model_dump(mode="json", exclude_none=True)).items():
         is_path = isinstance(value, str) and (key.endswith("model.name") or value.startswith("/"))

@@ -41,8 +41,7 @@ from headrace.launch.node_messages import (
     Stop,
 )
 from headrace.launch.out_of_memory import OomMonitor
-from headrace.launch.process import GRACE_S, Lifeline, Process
-from headrace.launch.signals import signals_to
+from headrace.launch.process import GRACE_S, Lifeline, Process, signals_to
 from headrace.machine import HostMemory, own_versions, usable_cores, visible_gpus
 from headrace.transport.run_dir import RunDir
 from headrace.transport.shared_directory import Canary, UnsuitableDirectory

@@ -1,4 +1,4 @@
-"""A launched process: start it, stop it, describe how it ended; and stop with the launcher, even if that was killed.
+"""A launched process: start it, stop it, collect stop signals; and stop with the launcher, even if that was killed.
 
 The launcher holds the write end of a pipe, the lifeline, and never writes; every process that it starts reads from the
 other end. When the launcher ends, the kernel closes the pipe and the process stops itself. (Linux's parent-death signal
@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from headrace.config.launch import LaunchConfig, without_exported
 from headrace.launch.hosts.base import HostProcess, ProcessSpec
@@ -134,3 +135,24 @@ def stop_with_launcher(grace_s: float = GRACE_S) -> None:
     elif descriptor >= 0:
         os.set_inheritable(descriptor, False)
         threading.Thread(target=wait_for_launcher, name="lifeline", daemon=True).start()
+
+
+SAVE_AND_STOP = signal.SIGUSR1
+
+
+@contextmanager
+def signals_to(received: list[int]) -> Iterator[None]:
+    """Append received stop signals to a list instead of ending the process."""
+
+    def collect(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM, SAVE_AND_STOP]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, collect) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

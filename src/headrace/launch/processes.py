@@ -1,4 +1,4 @@
-"""The processes of a run as commands: their options, GPUs, threads, hosts and groups, from a placement."""
+"""The processes of a run as commands, from a placement: options, GPUs, threads, hosts and groups; and its table."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.config.sft import OfflineConfig
-from headrace.launch.hosts.base import ProcessSpec
-from headrace.launch.placement import Needs, Place, Placement, Sharing
-from headrace.machine import VISIBLE_GPUS_VAR
-from headrace.runfile.run import RunConfig
+from headrace.launch.hosts.base import Host, ProcessSpec
+from headrace.launch.hosts.local import this_machine
+from headrace.launch.placement import Needs, Place, Placement, Sharing, place
+from headrace.machine import VISIBLE_GPUS_VAR, usable_cores, visible_gpus
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.transport.run_dir import RunDir
 
 TRAINER_GROUP = "trainer"
 RENDEZVOUS = "--rendezvous"
 
 
-def needs_of(config: RunConfig | OfflineConfig) -> Needs:
+def needs_of(config: AnyRun) -> Needs:
     """Return what a run asks of its hosts."""
     numbers = config.launch.model_dump(include=set(Needs.__annotations__))
     servers = has_servers(config)
@@ -32,28 +32,28 @@ def needs_of(config: RunConfig | OfflineConfig) -> Needs:
     )
 
 
-def has_servers(config: RunConfig | OfflineConfig) -> bool:
+def has_servers(config: AnyRun) -> bool:
     """Whether the run starts inference servers of its own."""
     return not config.orchestrator.client.base_url if isinstance(config, RunConfig) else config.evaluates
 
 
-def has_past_server(config: RunConfig | OfflineConfig) -> bool:
+def has_past_server(config: AnyRun) -> bool:
     """Whether one of the run's servers has its past policy."""
     return isinstance(config, RunConfig) and config.orchestrator.past_policy is not None
 
 
-def servers_at_least(config: RunConfig | OfflineConfig) -> int:
+def servers_at_least(config: AnyRun) -> int:
     """Return the number of servers that a run has on a shared device."""
     return config.launch.inference_servers or needs_of(config).least_servers
 
 
-def sharing_of(config: RunConfig | OfflineConfig, placement: Placement) -> Sharing | None:
+def sharing_of(config: AnyRun, placement: Placement) -> Sharing | None:
     """Return how trainer and servers share a device. The trainer of an SFT run does not wait for samples."""
     return placement.sharing(config.launch.sharing, trainer_waits=isinstance(config, RunConfig))
 
 
 def processes_of(
-    config: RunConfig | OfflineConfig,
+    config: AnyRun,
     run: RunDir,
     placement: Placement,
     *,
@@ -66,35 +66,26 @@ def processes_of(
     """
     sharing = sharing_of(config, placement)
     specs = []
-    for place in placement.places:
-        env = {**thread_env(placement.threads(place, config.launch.threads)), **gpu_env(place.gpus)}
+    for each in placement.places:
+        env = {**thread_env(placement.threads(each, config.launch.threads)), **gpu_env(each.gpus)}
         again = None
-        if place.role == "inference":
-            argv = _server(config, run, placement, place, sharing, max_running)
-        elif place.role == "trainer":
-            argv = _trainer(config, run, placement, place, sharing)
+        if each.role == "inference":
+            argv = _server(config, run, placement, each, sharing, max_running)
+        elif each.role == "trainer":
+            argv = _trainer(config, run, placement, each, sharing)
             again = [*argv, "--resume"]
         else:
             servers = len(config.orchestrator.client.base_url if isinstance(config, RunConfig) else ())
             servers = len(placement.servers) - has_past_server(config) or servers
             argv = _command("orchestrator", run, servers=servers if servers > 1 else None, sharing=sharing)
-        group = TRAINER_GROUP if place.role == "trainer" and len(placement.trainer) > 1 else ""
-        specs.append(
-            ProcessSpec(
-                place.name,
-                again if again and resume else argv,
-                env,
-                service=place.role == "inference",
-                restart_argv=again,
-                host=place.host,
-                group=group,
-            )
-        )
+        group = TRAINER_GROUP if each.role == "trainer" and len(placement.trainer) > 1 else ""
+        first, is_service = again if again and resume else argv, each.role == "inference"
+        specs.append(ProcessSpec(each.name, first, env, is_service, restart_argv=again, host=each.host, group=group))
     return specs
 
 
 def _server(
-    config: RunConfig | OfflineConfig,
+    config: AnyRun,
     run: RunDir,
     placement: Placement,
     place: Place,
@@ -115,9 +106,7 @@ def _server(
     return _command("serve", run, **options, sharing=sharing)
 
 
-def _trainer(
-    config: RunConfig | OfflineConfig, run: RunDir, placement: Placement, place: Place, sharing: Sharing | None
-) -> list[str]:
+def _trainer(config: AnyRun, run: RunDir, placement: Placement, place: Place, sharing: Sharing | None) -> list[str]:
     """Return the command of a member of the trainer's group; the port of its rendezvous is not known yet."""
     members = placement.trainer
     options: dict[str, object] = {}
@@ -159,3 +148,71 @@ def thread_env(count: int) -> dict[str, str]:
 def gpu_env(gpus: Sequence[str]) -> dict[str, str]:
     """Return environment variables that make only these GPUs visible; none on a machine without GPUs."""
     return {VISIBLE_GPUS_VAR: ",".join(gpus)} if gpus else {}
+
+
+COLUMNS = ("process", "host", "GPUs", "address", "threads")
+
+
+def expected_hosts(config: AnyRun) -> list[Host]:
+    """Return the hosts of a run before any has joined: this machine, or the number of equal hosts that it asks for.
+
+    Their cores are not known: those of this machine stand for them.
+    """
+    launch = config.launch
+    if launch.on == "local":
+        return [this_machine()]
+    gpus = tuple(map(str, range(launch.gpus_per_node or 0)))
+    names = [f"host-{number}" for number in range(1, needs_of(config).nodes + 1)]
+    return [Host(name, name, gpus, usable_cores()) for name in names]
+
+
+def place_here(config: AnyRun) -> Placement:
+    """Place a run on this machine. Raises `ConfigError` if it does not fit."""
+    return place([this_machine()], needs_of(config))
+
+
+def on_this_machine(config: AnyRun) -> list[str]:
+    """Describe how the run uses the GPUs of this machine."""
+    if isinstance(config, RunConfig) and not has_servers(config):
+        where = ", ".join(config.orchestrator.client.base_url)
+        return [f"no inference server is started; using {where}"]
+    if not visible_gpus() or not has_servers(config):
+        return []
+    placement = place_here(config)
+    sharing = sharing_of(config, placement)
+    if sharing is None:
+        sampling = sum(len(server.gpus) for server in placement.servers)
+        return [f"{placement.ranks} GPUs train and {sampling} sample"]
+    how = "in turns" if sharing == "alternate" else "at the same time"
+    return [f"trainer and engine share one GPU, {how} (launch.sharing = {sharing})"]
+
+
+def describe_placement(config: AnyRun) -> list[str]:
+    """Return the table, and what is idle. Raises `ConfigError` if the run does not fit on the expected hosts."""
+    hosts = expected_hosts(config)
+    lines = table(place(hosts, needs_of(config)), config.launch.threads)
+    if config.launch.on == "local":
+        return lines
+    each = f"{len(hosts[0].gpus)} GPUs each" if hosts[0].gpus else "no GPU (launch.gpus_per_node is not set)"
+    size = f"{len(hosts)} hosts with" if len(hosts) > 1 else "a host with"
+    return [f"assumed: {size} {each}, and as many cores as this machine", *lines]
+
+
+def table(placement: Placement, threads: int | None = None) -> list[str]:
+    """Return the lines of the table. `threads`: `launch.threads`."""
+    rows = [COLUMNS, *(_row(placement, place, threads) for place in placement.places)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for host, gpus in placement.idle.items():
+        what = f"GPUs {','.join(gpus)} of {host}" if placement.on(host) else f"{host} (spare)"
+        lines.append(f"idle: {what}")
+    return lines
+
+
+def _row(placement: Placement, place: Place, threads: int | None) -> Sequence[str]:
+    leads = len(placement.trainer) > 1 and place == placement.trainer[0]  # the ranks meet at its host
+    listens = leads or place.role == "inference"
+    address = f"{placement.host(place.host).address}:{place.port or '(any)'}" if listens else "-"
+    number = placement.threads(place, threads)
+    each = f"{place.ranks} x {number}" if place.ranks > 1 else str(number)
+    return place.name, place.host, ",".join(place.gpus) or "-", address, each

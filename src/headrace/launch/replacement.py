@@ -1,24 +1,32 @@
-"""Change the placement of a run that is running: after the loss of hosts, and to add or remove servers. Pure."""
+"""Change the placement of a run that is running, after the loss of hosts and to add or remove servers. Pure.
+
+`RunPlan` has the processes of the current placement.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
 from headrace.config.base import ConfigError
-from headrace.launch.hosts.base import Host
+from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.placement import (
     Needs,
     Place,
     Placement,
     free_gpus,
     members_on,
+    place,
     server_name,
     usable_hosts,
     with_orchestrator,
 )
+from headrace.launch.processes import needs_of, processes_of
+from headrace.runfile.run import AnyRun
 from headrace.transport.endpoint import PAST_SERVER
+from headrace.transport.journal_files import HOSTS_VAR
+from headrace.transport.run_dir import RunDir
 
 
 def place_again(placement: Placement, hosts: Sequence[Host], needs: Needs) -> Placement:
@@ -115,3 +123,41 @@ def _find_room(server: Place, hosts: Sequence[Host], staying: Sequence[Place], g
 def _in_order(places: Sequence[Place]) -> tuple[Place, ...]:
     roles = ("inference", "trainer", "orchestrator")
     return tuple(sorted(places, key=lambda place: (roles.index(place.role), place.number)))
+
+
+class RunPlan:
+    """Implements `fleet.Plan`. `env`: environment variables of all processes."""
+
+    def __init__(
+        self,
+        config: AnyRun,
+        run: RunDir,
+        hosts: Sequence[Host],
+        *,
+        resume: bool,
+        max_running: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config, self._run, self._env = config, run, env or {}
+        self._resume, self._max_running = resume, max_running
+        self._needs = needs_of(config)
+        self.placement = place(hosts, self._needs)
+
+    def specs(self) -> list[ProcessSpec]:
+        specs = processes_of(
+            self._config, self._run, self.placement, resume=self._resume, max_running=self._max_running
+        )
+        env = {**self._env, HOSTS_VAR: str(len(self.placement.hosts))}
+        return [replace(spec, env={**env, **spec.env}) for spec in specs]
+
+    def move(self, hosts: Sequence[Host]) -> list[ProcessSpec]:
+        self.placement = place_again(self.placement, hosts, self._needs)
+        return self.specs()
+
+    def scale(self, hosts: Sequence[Host], servers: int, may_wait: bool) -> list[ProcessSpec]:
+        self.placement = scale(self.placement, hosts, self._needs, servers, may_wait)
+        return self.specs()
+
+    @property
+    def left_out(self) -> Sequence[Place]:
+        return self.placement.left_out

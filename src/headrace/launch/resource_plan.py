@@ -27,15 +27,13 @@ from headrace.inference.kv_budget import (
 from headrace.inference.model_shape import EXPERTS, ModelShape
 from headrace.launch.placement import Placement, Sharing
 from headrace.orchestrator.concurrency import INITIAL_QUEUE
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.trainer.host_copies import checkpoint_bytes, publish_bytes, save_bytes
 from headrace.trainer.memory_plan import USED_SHARE_OF_FREE, ModelSizes, make_memory_plan
 
 GIB = 1 << 30
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GIB, GIB // 2
 """Approximate host memory of a process with torch: libraries, CUDA's context, buffers."""
-
-AnyRun = RunConfig | OfflineConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.config.launch import LaunchConfig, without_exported
 from headrace.config.monitors import PrometheusConfig
-from headrace.config.sft import OfflineConfig, SftConfig
+from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.driver import Driver
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
@@ -26,17 +26,16 @@ from headrace.launch.hosts.base import Host, Hosts
 from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.out_of_memory import MEMORY_ADVICE
 from headrace.launch.own_code import save_folders
-from headrace.launch.placement_table import on_this_machine, place_here
-from headrace.launch.processes import has_servers, needs_of
+from headrace.launch.processes import has_servers, needs_of, on_this_machine, place_here
+from headrace.launch.replacement import RunPlan
 from headrace.launch.run_directory import hold
-from headrace.launch.run_plan import RunPlan
 from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
 from headrace.observe.grafana import dashboard
 from headrace.observe.prometheus import exporting
 from headrace.observe.summary import summarize, text, title, write_summary
 from headrace.observe.terminal import make_view
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.transport.announcements import announcements
 from headrace.transport.epochs import LAUNCHER_VAR
 from headrace.transport.files import write_atomically
@@ -46,7 +45,7 @@ LAST_PORT = 65535
 
 
 def launch(
-    config: RunConfig | OfflineConfig,
+    config: AnyRun,
     run: RunDir,
     code_folders: Sequence[str],
     *,
@@ -123,7 +122,7 @@ def _exporting(config: PrometheusConfig | None, run: RunDir, lines: Callable[[],
         rmtree(run.prometheus_targets, ignore_errors=True)
 
 
-def open_hosts(config: RunConfig | OfflineConfig, run: RunDir, inherited: Sequence[int] = ()) -> tuple[Hosts, Driver]:
+def open_hosts(config: AnyRun, run: RunDir, inherited: Sequence[int] = ()) -> tuple[Hosts, Driver]:
     """Return the hosts of a run, and its driver; local processes inherit the `inherited` descriptors."""
     if config.launch.on == "local":
         return LocalHosts(inherited), Driver(run, is_alone=True)
@@ -139,7 +138,7 @@ def train_alone(config: SftConfig, run: RunDir, title: str, inherited: Sequence[
 
 
 def make_supervisor(
-    config: RunConfig | OfflineConfig,
+    config: AnyRun,
     run: RunDir,
     title: str,
     hosts: Hosts,
@@ -172,7 +171,7 @@ def make_supervisor(
     )
 
 
-def exported(config: RunConfig | OfflineConfig) -> dict[str, str]:
+def exported(config: AnyRun) -> dict[str, str]:
     """Return the variables of all processes that other hosts do not inherit: those of the run file, and keys.
 
     The keys of the run's own servers are made here unless they are exported.
@@ -193,7 +192,7 @@ def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
     return launch.start_timeout + inference.extra_start_timeout_s
 
 
-def check_ports(config: RunConfig | OfflineConfig) -> None:
+def check_ports(config: AnyRun) -> None:
     """Raise an error if ports are in use, or GPUs are missing, before any process starts."""
     servers, inference = len(place_here(config).servers), config.inference
     host = inference.host

@@ -16,7 +16,7 @@ from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import find_run
 from headrace.runfile.hackable.translation import is_hackable
 from headrace.runfile.reading import leaves, load, merge, put, validate, value_at
-from headrace.runfile.run import SHARED, RunConfig
+from headrace.runfile.run import SHARED, AnyRun, RunConfig
 from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
@@ -63,7 +63,7 @@ def save(config: Config, run: RunDir) -> None:
     write_atomically(run.config, dump_sealed(config).encode())
 
 
-def kind_of_tree(tree: Tree) -> type[RunConfig] | type[OfflineConfig] | None:
+def kind_of_tree(tree: Tree) -> type[AnyRun] | None:
     """Return the kind of a run by its merged run files; None if they could be of several.
 
     Training on examples has data, and neither an orchestrator nor a data provider.
@@ -81,12 +81,12 @@ def merge_files(files: Sequence[Path]) -> dict[str, Any]:
     return tree
 
 
-def kind_of(files: Sequence[Path]) -> type[RunConfig] | type[OfflineConfig] | None:
+def kind_of(files: Sequence[Path]) -> type[AnyRun] | None:
     """Return the kind of a run by its run files; None if they could be of several."""
     return kind_of_tree(merge_files(files))
 
 
-def read_run(path: Path) -> RunConfig | OfflineConfig:
+def read_run(path: Path) -> AnyRun:
     """Return the configuration of a run, given its directory or its config.toml. The directory may have been moved."""
     run = RunDir(find_run(path))
     tree = read_file(run.config)
@@ -115,7 +115,7 @@ def read_rl_run(path: Path) -> RunConfig:
     return config
 
 
-def read_sampled_run(path: Path) -> RunConfig | OfflineConfig:
+def read_sampled_run(path: Path) -> AnyRun:
     """Return the configuration of a run that has an orchestrator and an inference server."""
     config = read_run(path)
     if isinstance(config, OfflineConfig) and not config.evaluates:
@@ -153,7 +153,7 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else str(value)
 
 
-def run_directory(config: RunConfig | OfflineConfig) -> RunDir:
+def run_directory(config: AnyRun) -> RunDir:
     if config.output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Set the directory of the run.")
     return RunDir(config.output_dir)

@@ -27,12 +27,11 @@ from headrace.config.base import ConfigError
 from headrace.errors import AGAIN, BAD_INPUT, RESTART_RUN, SAVED, Failure
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
 from headrace.launch.fleet import Fleet, Plan, unit_of
-from headrace.launch.heartbeat import Heartbeat
+from headrace.launch.heartbeat import Heartbeat, launcher_lines
 from headrace.launch.hosts.base import Host, HostProcess, Hosts, ProcessSpec
 from headrace.launch.out_of_memory import MEMORY_ADVICE, OomMonitor, OutOfMemory
+from headrace.launch.process import SAVE_AND_STOP, signals_to
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
-from headrace.launch.run_metrics import launcher_lines
-from headrace.launch.signals import SAVE_AND_STOP, signals_to
 from headrace.machine import HostMemory
 from headrace.observe.diagnosis import STALL_S, Finding, RunState, diagnose, signs_of_progress, works_long
 from headrace.observe.metrics import History, MetricsCollector, Tail

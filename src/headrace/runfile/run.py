@@ -16,6 +16,7 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.model import MODEL_ORIGINS, ModelConfig, PastPolicyConfig
 from headrace.config.monitors import OtelConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.config.orchestrator import OrchestratorConfig
+from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import PastWeightsConfig, ReferenceConfig, TrainerConfig
 from headrace.errors import InvalidValue, shown_value
 from headrace.runfile.hackable.names import ALTERNATIVES, BATCH_SIZES, OTHER_MODEL_NAMES
@@ -273,3 +274,7 @@ def _is_default(key: str, value: Any) -> bool:
     *parents, name = key.split(".")
     section = sections_at(RunConfig, parents)[0]
     return name in section.model_fields and section.model_fields[name].default == value
+
+
+AnyRun = RunConfig | OfflineConfig
+"""The run file of a run of any kind."""

@@ -17,7 +17,7 @@ import pytest
 from headrace.errors import Failure
 from headrace.launch.saved_config import save
 from headrace.rollout.batch import Batch
-from headrace.tools.audit.audit import audit_run
+from headrace.tools.audit import audit_run
 from headrace.transport import journal_schema
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import FileRecord

@@ -12,9 +12,7 @@ from headrace.runfile.explain import find
 from headrace.runfile.foreign_keys import MOVED
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
-from headrace.tools.convert.conversion import convert
-from headrace.tools.convert.prime_rl import NEEDLESS, RENAMED
-from headrace.tools.convert.trl import HINTS
+from headrace.tools.convert import HINTS, NEEDLESS, RENAMED, convert
 from tests.end_to_end.runs import REPOSITORY, headrace
 
 PRIME_RL = """

@@ -4,7 +4,7 @@ import itertools
 import re
 
 from headrace.observe.chart import Box, spread_labels
-from headrace.tools.evaluate.charts import CHARACTER, accuracy_chart, frontier, length_chart
+from headrace.tools.evaluate.report import CHARACTER, accuracy_chart, frontier, length_chart
 from headrace.tools.evaluate.results import Estimate
 
 LABEL = re.compile(r'<text x="([\d.-]+)" y="([\d.-]+)"[^>]*text-anchor="(\w+)"[^>]*>([^<]*)</text>')

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from headrace.tools.evaluate.candidates import Candidate
-from headrace.tools.evaluate.charts import curve_chart, curve_charts
-from headrace.tools.evaluate.report import write_report
+from headrace.tools.evaluate.report import curve_chart, curve_charts, write_report
 from headrace.tools.evaluate.results import Estimate, ModelResult
 from tests.tools.evaluate.test_charts import check_legible
 

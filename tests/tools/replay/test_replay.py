@@ -20,9 +20,8 @@ from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.runfile.reading import put, validate
 from headrace.runfile.run import RunConfig
-from headrace.tools.replay.bundle import PARTS, unpack
 from headrace.tools.replay.replay import replay_step
-from headrace.tools.replay.source import open_run
+from headrace.tools.replay.source import PARTS, open_run, unpack
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.test_recorded_runs import copy_recorded_runs

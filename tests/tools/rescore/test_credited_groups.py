@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.rollout.types import Rollout, RolloutError
-from headrace.tools.rescore.credited_groups import CreditedGroups
+from headrace.tools.rescore.credit import CreditedGroups
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
 from headrace.transport.run_dir import RolloutKind
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.tools.sweep.progress import RunProgress, SweepView, progress_table
 from headrace.tools.sweep.record import State
+from headrace.tools.sweep.runner import RunProgress, SweepView, progress_table
 from tests.observe.runs import write_run
 
 

@@ -19,6 +19,7 @@ from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.observe.metrics import Curve, History, Record, Tail
 from headrace.observe.summary import END_STEPS
+from headrace.tools.common import short_names
 from headrace.tools.compare.inputs import (
     SEEDS,
     Scores,
@@ -30,7 +31,6 @@ from headrace.tools.compare.inputs import (
     settings_of,
 )
 from headrace.tools.compare.significance import Difference, VariantValues, compute_difference
-from headrace.tools.names import short_names
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 HELD_OUT = "held-out"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.tools.statistics import CONFIDENCE, INTERVAL, bootstrap_means
+from headrace.tools.common import CONFIDENCE, INTERVAL, bootstrap_means
 
 RESAMPLES = 10_000
 

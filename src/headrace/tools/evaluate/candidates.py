@@ -14,7 +14,7 @@ from headrace.launch.run_directory import is_run
 from headrace.launch.saved_config import read_run
 from headrace.runfile.run import RunConfig
 from headrace.text.hub import model_directory
-from headrace.tools.names import short_names
+from headrace.tools.common import short_names
 from headrace.transport.files import MARKER, STEP
 from headrace.transport.run_dir import RunDir
 
@@ -69,12 +69,9 @@ def _find(target: str, permanent: bool) -> list[Candidate]:
     if path.is_dir() and not (path / "config.json").is_file():
         runs = [*filter(is_run, path.glob("*"))] or [*filter(is_run, path.glob("*/*"))]
         if not runs:
-            raise BadInput(
-                "this directory is not a model (no config.json), a run or a checkpoint, and contains no runs",
-                key="CHECKPOINT",
-                value=target,
-                fix="Name a model, a run, a folder of runs, a checkpoint or http://HOST:PORT.",
-            )
+            fact = "this directory is not a model (no config.json), a run or a checkpoint, and contains no runs"
+            fix = "Name a model, a run, a folder of runs, a checkpoint or http://HOST:PORT."
+            raise BadInput(fact, key="CHECKPOINT", value=target, fix=fix)
         return [candidate for run in sorted(runs, key=_by_numbers) for candidate in _of_run(run, permanent)]
     model_directory(target, "CHECKPOINT")  # raises if the model does not exist
     return [Candidate(_long_name(path) if path.is_dir() else target, "model", target)]
@@ -86,12 +83,8 @@ def _of_run(run: Path, permanent: bool) -> list[Candidate]:
         return [Candidate(_long_name(run), "model", str(directory.final_model), run)]
     whole = [path for path in directory.checkpoints.glob(f"permanent/{STEP}") if (path / MARKER).is_file()]
     if not whole:
-        raise BadInput(
-            "the run has no permanent checkpoint",
-            key="CHECKPOINT",
-            value=str(run),
-            fix="Set ckpt.permanent_interval in its run file, or use --checkpoints final.",
-        )
+        fix = "Set ckpt.permanent_interval in its run file, or use --checkpoints final."
+        raise BadInput("the run has no permanent checkpoint", key="CHECKPOINT", value=str(run), fix=fix)
     return [
         Candidate(f"{_long_name(run)}/step-{int(path.name.removeprefix('step-'))}", "checkpoint", str(path), run)
         for path in sorted(whole, key=_by_numbers)

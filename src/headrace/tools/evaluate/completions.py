@@ -100,12 +100,8 @@ def make_completion(
     values = {**rewards, **metrics}
     if correct.name is not None and correct.name not in values:
         names = ", ".join(sorted(values)) or "none"
-        raise BadInput(
-            "the environment reports no such reward or metric",
-            key="--correct",
-            value=correct.name,
-            fix=f"It reports: {names}.",
-        )
+        fact = "the environment reports no such reward or metric"
+        raise BadInput(fact, key="--correct", value=correct.name, fix=f"It reports: {names}.")
     formatted = values.get(FORMAT)
     reasoning = [text for rollout in counted if (text := extract_reasoning(rollout, thinking, tags)) is not None]
     return Completion(

@@ -32,8 +32,7 @@ from headrace.tools.evaluate.completions import (
     counted_rollouts,
     make_completion,
 )
-from headrace.tools.evaluate.servers import ServedModelUrls
-from headrace.tools.evaluate.text_endpoint import TextContexts, find_model
+from headrace.tools.evaluate.servers import ServedModelUrls, TextContexts, find_model
 from headrace.transport.rollout_files import write_eval_rollouts
 from headrace.transport.run_dir import RolloutKind
 
@@ -169,19 +168,12 @@ def _make_sampler(
 ) -> Sampler:
     max_model_len = min(engine.max_model_len for engine in engines)
     if evaluation.seq_len is not None and evaluation.seq_len > max_model_len:
-        raise BadInput(
-            f"the server takes at most {max_model_len} tokens",
-            key="--seq-len",
-            value=evaluation.seq_len,
-            fix=f"Lower it to {max_model_len}, or leave it out.",
-        )
+        fact, fix = f"the server takes at most {max_model_len} tokens", f"Lower it to {max_model_len}, or leave it out."
+        raise BadInput(fact, key="--seq-len", value=evaluation.seq_len, fix=fix)
     configured, served_name = served.directory or evaluation.tokenizer, engines[0].root or engines[0].model
     if configured is None and not Path(served_name).is_dir():
-        raise BadInput(
-            f"the server calls its model {served_name}, which is not a directory on this machine",
-            key="--tokenizer",
-            fix="Set the model's directory with --tokenizer DIR.",
-        )
+        fact = f"the server calls its model {served_name}, which is not a directory on this machine"
+        raise BadInput(fact, key="--tokenizer", fix="Set the model's directory with --tokenizer DIR.")
     directory = model_directory(configured or served_name)
     tokenizer = Tokenizer(directory)
     try:

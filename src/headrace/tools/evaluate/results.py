@@ -15,8 +15,8 @@ import numpy as np
 
 from headrace.errors import BadInput
 from headrace.orchestrator.batch_metrics import MAX_FAILED_SHARE, pass_rates
+from headrace.tools.common import INTERVAL, bootstrap_means
 from headrace.tools.evaluate.completions import Correctness, ScoredEpisode
-from headrace.tools.statistics import INTERVAL, bootstrap_means
 
 RESAMPLES = 1000
 
@@ -171,11 +171,8 @@ class ZeroShot(msgspec.Struct):
 def zero_shot_record(scored: Sequence[ScoredEpisode]) -> list[ZeroShot]:
     """Return one line per example: correct if most of its samples are, and their mean length; failures are skipped."""
     if any(episode.thinking_tokens is None and episode.thinking_words is not None for episode in scored):
-        raise BadInput(
-            "the record needs the length of reasoning in tokens, and the server does not return token ids",
-            key="--zero-shot",
-            fix="Set --tokenizer DIR.",
-        )
+        fact = "the record needs the length of reasoning in tokens, and the server does not return token ids"
+        raise BadInput(fact, key="--zero-shot", fix="Set --tokenizer DIR.")
     by_key: dict[str, list[ScoredEpisode]] = {}
     for episode in scored:
         if not episode.error:

@@ -101,11 +101,8 @@ def refuse_secrets_in(files: Mapping[str, Path], root: Path, environment: Mappin
                 tree = {}
             refuse_secrets(tree, path, environment)
         if _contains(path, [value.encode() for value in values]):
-            raise BadInput(
-                "holds a key or token of this machine, and everyone who may read the repository would have it",
-                file=path,
-                fix="Remove it from the file, or leave the file out with --exclude.",
-            )
+            fact = "holds a key or token of this machine, and everyone who may read the repository would have it"
+            raise BadInput(fact, file=path, fix="Remove it from the file, or leave the file out with --exclude.")
 
 
 def _server_keys(root: Path) -> Iterable[str]:
@@ -137,12 +134,8 @@ def refuse_secrets(tree: dict[str, Any], where: Path, environment: Mapping[str, 
     for key, value in leaves(tree).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and text and _is_secret(key, text, values):
-                raise BadInput(
-                    "looks like a secret, and everyone who may read the repository would have it",
-                    key=key,
-                    file=where,
-                    fix="Name an environment variable there instead.",
-                )
+                fact = "looks like a secret, and everyone who may read the repository would have it"
+                raise BadInput(fact, key=key, file=where, fix="Name an environment variable there instead.")
 
 
 def _is_secret(key: str, text: str, values: Sequence[str]) -> bool:

@@ -146,12 +146,9 @@ def plan_pull(repository: Repository, revision: str, target: Path, *, overwrite:
     remote = repository.snapshot(revision)
     if remote is None:
         other = "without" if repository.kind == "dataset" else "with"
-        raise BadInput(
-            f"the hub has no such {repository.kind} repository with a revision {revision}, or you may not see it",
-            key="OWNER/NAME",
-            value=repository.name,
-            fix=f"It may need a token; a repository of the other kind is pulled {other} --dataset.",
-        )
+        fact = f"the hub has no such {repository.kind} repository with a revision {revision}, or you may not see it"
+        fix = f"It may need a token; a repository of the other kind is pulled {other} --dataset."
+        raise BadInput(fact, key="OWNER/NAME", value=repository.name, fix=fix)
     manifest = read_manifest(repository, remote)
     if manifest is not None and (missing := sorted(set(manifest.files) - set(remote.files))):
         raise HubFailure(f"{repository.name} lacks {missing[0]}: the push was cut off or undone; push it again")
@@ -196,11 +193,8 @@ def _refuse_overwriting(downloads: Sequence[Download], config: bytes | None, tar
         differing.append(str(here))
     if differing:
         more = f" (so do {len(differing) - 1} more)" if len(differing) > 1 else ""
-        raise BadInput(
-            f"is there already, and differs from what would be pulled{more}",
-            file=differing[0],
-            fix="Choose another DIR, or --overwrite.",
-        )
+        fact = f"is there already, and differs from what would be pulled{more}"
+        raise BadInput(fact, file=differing[0], fix="Choose another DIR, or --overwrite.")
 
 
 def pull(repository: Repository, plan: PullPlan, target: Path, report: Print) -> None:

@@ -21,10 +21,8 @@ from headrace.rollout.batch import Batch, encode_batch
 from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
-from headrace.tools.replay.bundle import Manifest, unpack, write_bundle
-from headrace.tools.replay.comparison import compare_metrics, compare_tokens
-from headrace.tools.replay.report import Report, dissect
-from headrace.tools.replay.source import ReplaySource, open_run, with_overrides
+from headrace.tools.replay.report import Report, compare_metrics, compare_tokens, dissect
+from headrace.tools.replay.source import Manifest, ReplaySource, open_run, unpack, with_overrides, write_bundle
 from headrace.transport.digests import check_directory
 from headrace.transport.files import write_atomically
 from headrace.transport.platform import Platform, read_platform

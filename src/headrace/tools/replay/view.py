@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headrace.tools.replay.comparison import ColumnDifference
-from headrace.tools.replay.report import Anatomy, Report
+from headrace.tools.replay.report import Anatomy, ColumnDifference, Report
 
 SHOWN_METRICS = ("loss", "entropy", "mismatch_kl", "optim/grad_norm", "optim/lr")
 MAX_DIFFERING_METRICS = 8

@@ -77,27 +77,16 @@ def check_rescorable(
 ) -> None:
     """Raise `ConfigError` if saved rollouts do not contain what the algorithm needs."""
     if penalty is not None and not algo.HAS_ADVANTAGES:
-        raise ConfigError(
-            f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to",
-            key="--length-penalty",
-            value=penalty.type,
-            fix="Leave it out, or choose another algorithm.",
-        )
+        fact = f"environment {env!r}: {algo.type} gives no credit that a length penalty could be added to"
+        fix = "Leave it out, or choose another algorithm."
+        raise ConfigError(fact, key="--length-penalty", value=penalty.type, fix=fix)
     if algo.type == "sft":
-        raise ConfigError(
-            f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's own",
-            key="--algo",
-            value="sft",
-            fix="opd learns from a teacher on the policy's own tokens.",
-        )
+        fact = f"environment {env!r}: sft trains on what its teacher writes, and these rollouts are the policy's own"
+        raise ConfigError(fact, key="--algo", value="sft", fix="opd learns from a teacher on the policy's own tokens.")
     source = was.sampling_source
     if source is not None:
-        raise ConfigError(
-            f"its rollouts were sampled by {source.name}, not by the policy: no algorithm but sft can train on them",
-            key="--env",
-            value=env,
-            fix="Choose an environment whose rollouts the policy sampled.",
-        )
+        fact = f"its rollouts were sampled by {source.name}, not by the policy: no algorithm but sft can train on them"
+        raise ConfigError(fact, key="--env", value=env, fix="Choose an environment whose rollouts the policy sampled.")
     if algo.hints_policy:
         raise ConfigError(
             f"environment {env!r}: {algo.type} needs the logprobs of the policy of that time, which is gone",

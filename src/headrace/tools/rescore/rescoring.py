@@ -37,8 +37,7 @@ from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.tools.rescore.comparison import Collector, Comparison
-from headrace.tools.rescore.credit import Member, Rescored, rescore
-from headrace.tools.rescore.credited_groups import CreditedGroups
+from headrace.tools.rescore.credit import CreditedGroups, Member, Rescored, rescore
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.rollout_tables import SavedRollout
@@ -151,12 +150,8 @@ class _Rescorer(msgspec.Struct):
         if self.tasks is None:
             return Task(self.env, {}, key)
         if key not in self.tasks:
-            raise BadInput(
-                f"environment {self.env!r} no longer has this task, which the run had",
-                key="task",
-                value=key,
-                fix="Use the data and the args that the run had.",
-            )
+            fact = f"environment {self.env!r} no longer has this task, which the run had"
+            raise BadInput(fact, key="task", value=key, fix="Use the data and the args that the run had.")
         return self.tasks[key]
 
 
@@ -210,11 +205,8 @@ def _load_tasks(entry: TrainEnvConfig, algo: AlgorithmConfig) -> dict[str, Task]
     try:
         return {task.key: task for task in tasks_of(load_environment(entry.id, entry.args), entry.name)}
     except Exception as error:  # user code, which may need data of the run's time
-        raise BadInput(
-            f"{algo.type} may look at the tasks, and the environment cannot be loaded as the run had it: {error}",
-            key="env",
-            value=entry.name,
-        ) from error
+        fact = f"{algo.type} may look at the tasks, and the environment cannot be loaded as the run had it: {error}"
+        raise BadInput(fact, key="env", value=entry.name) from error
 
 
 class _Host:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.config.base import ConfigError
-from headrace.config.sft import OfflineConfig
+from headrace.launch.processes import needs_of
+from headrace.launch.slurm_job import JobSize, batch_script, headrace_command
 from headrace.runfile.reading import load
-from headrace.runfile.run import RunConfig
+from headrace.runfile.run import AnyRun, RunConfig
 from headrace.tools.evaluate.servers import Machine
 from headrace.tools.sweep.config import override_words
 from headrace.tools.sweep.plan import PlannedRun
@@ -23,28 +25,25 @@ class Job(NamedTuple):
     directory: Path
     words: Sequence[str]
     """The command line, without `--resume` and the share of the machine."""
-    config: RunConfig | OfflineConfig
+    config: AnyRun
 
 
 def default_directory(
-    common: Mapping[str, Any], kind: type[RunConfig] | type[OfflineConfig], files: Sequence[Path], sweep: Sequence[Path]
+    common: Mapping[str, Any], kind: type[AnyRun], files: Sequence[Path], sweep: Sequence[Path]
 ) -> Path:
     """Return `artifacts/sweeps/NAME` of the run file's storage root, with the name of the sweep's files."""
     config, _ = load(kind, files, override_words(common))
     if (root := config.launch.storage_root) is None:
-        raise ConfigError(
-            "required, since the run file has no storage.cache_dir",
-            key="output_dir",
-            fix="Set it to the folder for the runs of the sweep.",
-            file=" + ".join(map(str, sweep)),
-        )
+        fact = "required, since the run file has no storage.cache_dir"
+        fix = "Set it to the folder for the runs of the sweep."
+        raise ConfigError(fact, key="output_dir", fix=fix, file=" + ".join(map(str, sweep)))
     return root / "artifacts" / "sweeps" / "-".join(file.stem for file in sweep)
 
 
 def make_jobs(
     runs: Mapping[str, PlannedRun],
     common: Mapping[str, Any],
-    kind: type[RunConfig] | type[OfflineConfig],
+    kind: type[AnyRun],
     files: Sequence[Path],
     directory: Path,
 ) -> list[Job]:
@@ -70,7 +69,7 @@ class Share(NamedTuple):
     threads: int | None
     """Threads of each process that computes; None: as many as a single run has."""
 
-    def overrides(self, config: RunConfig | OfflineConfig) -> dict[str, Any]:
+    def overrides(self, config: AnyRun) -> dict[str, Any]:
         """Return the overrides with which runs at the same time do not compete for cores and ports."""
         overrides: dict[str, Any] = {}
         if self.threads is None:
@@ -102,8 +101,30 @@ def check_engines(jobs: Sequence[Job], parallel: int) -> None:
     """Raise `ConfigError` if runs at the same time use the same external engines, which have one policy's weights."""
     for job in jobs:
         if parallel > 1 and isinstance(job.config, RunConfig) and job.config.orchestrator.client.base_url:
-            raise ConfigError(
-                "these engines serve one run at a time",
-                key="orchestrator.client.base_url",
-                fix="Set parallel to 1, or leave base_url out and let every run start its own.",
-            )
+            fix = "Set parallel to 1, or leave base_url out and let every run start its own."
+            raise ConfigError("these engines serve one run at a time", key="orchestrator.client.base_url", fix=fix)
+
+
+SCRIPT = "slurm.sh"
+
+
+def array_script(jobs: Sequence[Job], directory: Path, parallel: int | Literal["auto"]) -> str:
+    """Return the batch script; a run that exists is resumed. Raises `ConfigError` if the runs differ in `[launch]`."""
+    launch = jobs[0].config.launch
+    if any(job.config.launch != launch for job in jobs):
+        fix = "Run them as sweeps of their own."
+        raise ConfigError("the tasks of a job array have one size and one time limit", key="launch", fix=fix)
+    size = JobSize(needs_of(jobs[0].config).nodes, launch.gpus_per_node)
+    limit = "" if parallel == "auto" else f"%{parallel}"
+    logs = directory.resolve() / "logs"
+    cases = ""
+    for number, job in enumerate(jobs):
+        words = shlex.join([*job.words, *override_words({"inference.port": 0})])  # tasks may share a host
+        cases += f"  {number}) run={shlex.quote(str(job.directory.resolve()))}; set -- {words} ;;\n"
+    commands = (
+        f"case $SLURM_ARRAY_TASK_ID in\n{cases}esac\n"
+        '[ ! -e "$run/config.toml" ] || set -- "$@" --resume\n'
+        f'exec {headrace_command()} "$@"'
+    )
+    array = [f"--array=0-{len(jobs) - 1}{limit}"]
+    return batch_script(launch.slurm, f"headrace-{directory.name}", logs / "slurm-%a.log", size, commands, array)

@@ -12,7 +12,7 @@ from itertools import count, product
 from typing import Any, NamedTuple
 
 from headrace.config.base import ConfigError
-from headrace.tools.names import short_names
+from headrace.tools.common import short_names
 from headrace.tools.sweep.config import RandomConfig, SweepConfig, Tables, flatten
 
 Values = dict[str, Any]

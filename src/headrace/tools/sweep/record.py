@@ -114,12 +114,8 @@ def check_settings(directory: Path, known: SweepRecord, revised: SweepRecord, *,
             if not reason:
                 continue
             if not clean:
-                raise BadRequest(
-                    f"{folder} has a run, and {reason}",
-                    key="output_dir",
-                    value=folder.parent,
-                    fix="Choose another, or start such runs over with --clean (deletes them).",
-                )
+                fix = "Choose another, or start such runs over with --clean (deletes them)."
+                raise BadRequest(f"{folder} has a run, and {reason}", key="output_dir", value=folder.parent, fix=fix)
             DirectoryPlan(folder, clean=True).apply()
         record.outcome, record.failure = "", ""
 

@@ -21,8 +21,7 @@ from headrace.tools.compare.comparison import (
     is_evaluation,
     smaller_is_better,
 )
-from headrace.tools.evaluate.charts import accuracy_chart, length_chart
-from headrace.tools.evaluate.report import LENGTHS
+from headrace.tools.evaluate.report import LENGTHS, accuracy_chart, length_chart
 from headrace.tools.evaluate.results import Estimate, ModelResult, choose_score
 from headrace.tools.sweep.record import State, SweepRecord, state_of
 from headrace.transport.run_dir import RunDir

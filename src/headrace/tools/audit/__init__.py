@@ -1,1 +1,0 @@
-"""Recompute what a run's files say from each other: journal, batches, rollouts, credit, states and draws."""

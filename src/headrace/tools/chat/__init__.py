@@ -1,1 +1,0 @@
-"""Chat in the terminal with a served model."""

@@ -1,1 +1,0 @@
-"""`headrace models`: the families of models, and what works with each."""

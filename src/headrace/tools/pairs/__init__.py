@@ -1,1 +1,0 @@
-"""Preference pairs from the rollouts of a run."""
