@@ -21,7 +21,8 @@ from tempfile import TemporaryDirectory
 
 from headrace.launch.driver import Driver
 from headrace.launch.driver_client import DriverClient, find_driver
-from headrace.launch.node_messages import Join, Joined, Orders, Report, RunFacts, Signal, own_versions
+from headrace.launch.node_messages import Join, Joined, Orders, Report, RunFacts, Signal
+from headrace.machine import own_versions
 from headrace.transport.run_dir import RunDir
 from headrace.transport.shared_directory import Canary
 

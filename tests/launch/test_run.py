@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from headrace.config.base import ConfigError
-from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig
 from headrace.config.sft import SftConfig
 from headrace.launch.errors import LaunchError
 from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.processes import on_this_machine, place_here, processes_of, thread_env
 from headrace.launch.replacement import RunPlan
-from headrace.launch.run import check_ports, exported, start_timeout
+from headrace.launch.run import check_ports, exported
 from headrace.machine import VISIBLE_GPUS_VAR
 from headrace.runfile.run import RunConfig
 from headrace.transport.run_dir import RunDir
@@ -122,12 +120,6 @@ def test_only_vllm_spreads_a_server_over_gpus(monkeypatch: pytest.MonkeyPatch):
     assert [len(server.gpus) for server in embedded.servers] == [1, 1, 1, 1]
     vllm = place_here(run_of(inference={"engine": "vllm", "vllm": parallel}))
     assert [server.gpus for server in vllm.servers] == [("0", "1", "2", "3")]
-
-
-def test_vllm_gets_its_own_time_to_start_on_top():
-    launch, vllm = LaunchConfig(start_timeout=30), {"start_timeout": 100}
-    assert start_timeout(launch, InferenceConfig(vllm=vllm)) == 30
-    assert start_timeout(launch, InferenceConfig(engine="vllm", vllm=vllm)) == 130
 
 
 @pytest.mark.parametrize(

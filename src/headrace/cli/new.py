@@ -16,6 +16,7 @@ from string import Template
 import headrace
 from headrace.cli.common import RUN_FILES, refuse_occupied
 from headrace.errors import BadInput
+from headrace.launch.own_code import defined_names
 
 HELD_OUT = 'args = {{ split = "eval", num_tasks = {} }}'
 SETTINGS: dict[str, dict[str, int | float | str]] = {
@@ -92,15 +93,7 @@ def skeleton(name: str, kind: str) -> dict[str, str]:
 def names_in_use(kind: str) -> set[str]:
     """Return the names that the module of a skeleton defines or imports, and the builtins."""
     module = "placeholder_module"
-    used = set(dir(builtins))
-    for statement in ast.parse(skeleton(module, kind)[f"{module}.py"]).body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            used |= {alias.asname or alias.name for alias in statement.names}
-        elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            used.add(statement.name)
-        elif isinstance(statement, ast.Assign):
-            used |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-    return used
+    return {*dir(builtins), *dict(defined_names(ast.parse(skeleton(module, kind)[f"{module}.py"])))}
 
 
 def module_name(given: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import threading
 from contextlib import closing
 from functools import partial
@@ -14,7 +15,7 @@ from headrace.cli.common import positive
 from headrace.launch.driver_client import DriverClient, find_driver
 from headrace.launch.errors import BadRequest
 from headrace.launch.hosts.base import HostRole
-from headrace.launch.node import NodeAgent, default_name, log_to_run
+from headrace.launch.node import NodeAgent, log_to_run
 from headrace.launch.node_messages import NODE_NAME, Scale, Scaled
 from headrace.launch.run_directory import find_run
 from headrace.launch.slurm_job import REQUEUE_VAR, requeue_without_launcher
@@ -39,7 +40,7 @@ def configure_node(parser: argparse.ArgumentParser) -> None:
 
 
 def run_node(arguments: argparse.Namespace) -> int:
-    name = arguments.name or default_name()
+    name = arguments.name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not NODE_NAME.fullmatch(name):
         fix = "Use letters, digits, dots, hyphens and underscores."
         raise BadRequest("not allowed as the name of a host", key="--name", value=name, fix=fix)

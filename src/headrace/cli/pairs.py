@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from headrace.cli.common import choose_steps, format_steps, positive, step_span
-from headrace.cli.prepare import notify
 from headrace.errors import BadInput
+from headrace.launch.errors import notify
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run, run_directory
 from headrace.tools.pairs import Choice, add_tools, is_held_out, make_pairs

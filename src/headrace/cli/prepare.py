@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.common import add_run_arguments
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
-from headrace.launch.errors import BadRequest, naming_run
+from headrace.launch.errors import BadRequest, naming_run, notify
 from headrace.launch.own_code import add_code_folders, save_folders
 from headrace.launch.process import set_variables
 from headrace.launch.ray_bundles import check_installed
@@ -187,8 +186,3 @@ def _refuse_a_copy(arguments: argparse.Namespace, output_dir: Path) -> None:
             fact = "the run file is in another directory, that of a copied or moved run"
             fix = f"Choose one: --output_dir {folder}, or --output_dir {output_dir}."
             raise BadRequest(fact, file=file, key="output_dir", value=str(output_dir), fix=fix)
-
-
-def notify(*notices: str) -> None:
-    for notice in notices:
-        print(f"headrace: {notice}", file=sys.stderr)

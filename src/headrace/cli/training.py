@@ -7,27 +7,29 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 
 from headrace.cli.common import add_run_arguments, add_start_options
 from headrace.cli.new import DEMO, examples_directory
-from headrace.cli.prepare import Kind, PreparedRun, notify, prepare
+from headrace.cli.prepare import Kind, PreparedRun, prepare
 from headrace.config.dpo import DpoConfig
 from headrace.config.sft import SftConfig
 from headrace.errors import SAVED
-from headrace.launch.errors import naming_run
+from headrace.launch.errors import naming_run, notify
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.slurm_job import (
     REQUEUE_VAR,
+    SCRIPT,
     JobSize,
     in_allocation,
     log_of,
     requeue,
     run_script,
     submitted,
-    write_script,
 )
 from headrace.runfile.run import RunConfig
+from headrace.transport.files import write_atomically
 
 STOP_TIMEOUT_S = 60.0
 """Time to stop after the sweep that started this run has ended: the run's processes stop one after the other."""
@@ -58,21 +60,6 @@ def _add_print(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_rl(arguments: argparse.Namespace) -> int:
-    return _run(RunConfig, arguments)
-
-
-run_demo = run_rl
-
-
-def run_sft(arguments: argparse.Namespace) -> int:
-    return _run(SftConfig, arguments)
-
-
-def run_dpo(arguments: argparse.Namespace) -> int:
-    return _run(DpoConfig, arguments)
-
-
 def _run(kind: Kind, arguments: argparse.Namespace) -> int:
     """Run to the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order.
 
@@ -90,6 +77,10 @@ def _run(kind: Kind, arguments: argparse.Namespace) -> int:
             notify("asking SLURM to queue this job again, which continues the run")
             requeue()
         return code
+
+
+run_rl = run_demo = partial(_run, RunConfig)
+run_sft, run_dpo = partial(_run, SftConfig), partial(_run, DpoConfig)
 
 
 def _prepare_and_run(kind: Kind, arguments: argparse.Namespace) -> int:
@@ -120,10 +111,11 @@ def _submit(prepared: PreparedRun, *, only_print: bool) -> int:
 
     run, launch = prepared.run, prepared.config.launch
     size = JobSize(needs_of(prepared.config).nodes, launch.gpus_per_node)
-    text = run_script(run, prepared.config.COMMAND, launch.slurm, size)
+    text, script = run_script(run, prepared.config.COMMAND, launch.slurm, size), run.root / SCRIPT
     with nullcontext() if only_print else submitted(text) as job:
         prepared.write()
-        script = write_script(run, text)
+        run.logs.mkdir(parents=True, exist_ok=True)  # SLURM makes no folders
+        write_atomically(script, text.encode())
     if job is None:
         print(f"wrote {script}; submit it with: sbatch {script}")
     else:

@@ -192,18 +192,14 @@ def check_model_support(subject: Subject) -> Iterator[BadInput]:
     has_experts = any(settings.get(key) not in (None, 0, 1) for key in EXPERT_KEYS)
     if not isinstance(config, RunConfig) or not has_experts or config.trainer.router_replay == "off":
         return
-    if config.inference.engine == "vllm" and _samples_on_cpus(config):
+    starts_engines = config.launch.on == "local" and not config.orchestrator.client.base_url
+    if config.inference.engine == "vllm" and starts_engines and not visible_gpus():
         yield BadInput(
             "vLLM on CPUs does not return which experts a token took",
             key="trainer.router_replay",
             value=config.trainer.router_replay,
             fix='Set it to "off", or inference.engine to "embedded".',
         )
-
-
-def _samples_on_cpus(config: RunConfig) -> bool:
-    """Whether the run starts its own engines on this machine, which has no GPU."""
-    return config.launch.on == "local" and not visible_gpus() and not config.orchestrator.client.base_url
 
 
 def check_own_code(subject: Subject) -> Iterator[BadInput]:
@@ -271,10 +267,9 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
         return
     sources = {"data": subject.config.data, "validation": subject.config.validation}
     for key, source in sources.items():
-        if (
-            source is None
-            or (origin := next((o for o in source.ORIGINS if o != "fraction" and getattr(source, o)), None)) is None
-        ):
+        origins = () if source is None else source.ORIGINS
+        origin = next((each for each in origins if each != "fraction" and getattr(source, each)), None)
+        if source is None or origin is None:
             continue
         name = f"{key}.{origin}"
         try:
@@ -288,15 +283,8 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_output_dir,
-    check_monitors,
-    check_model,
-    check_model_support,
-    check_own_code,
-    check_completions,
-    check_sandbox,
-    check_environments,
-    check_data,
+    *(check_output_dir, check_monitors, check_model, check_model_support, check_own_code, check_completions),
+    *(check_sandbox, check_environments, check_data),
 )
 
 

@@ -1,7 +1,8 @@
-"""Errors of launching a run."""
+"""Errors of launching a run, and notices to the user."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,12 @@ class RestartNeeded(LaunchError):
 
 class BadRequest(BadInput, LaunchError):
     """A request that cannot be carried out; nothing has been started or changed."""
+
+
+def notify(*notices: str) -> None:
+    """Print notices to the terminal, beside the output."""
+    for notice in notices:
+        print(f"headrace: {notice}", file=sys.stderr, flush=True)
 
 
 @contextmanager

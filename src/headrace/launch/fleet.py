@@ -57,9 +57,6 @@ class Fleet:
     def members(self, unit: str) -> list[HostProcess]:
         return [process for process in self.processes.values() if unit_of(process.spec) == unit]
 
-    def spans_hosts(self, unit: str) -> bool:
-        return len({spec.host for spec in self.specs_of(unit)}) > 1
-
     def ending(self) -> set[str]:
         """Return the units with a process that runs, if only until it has ended."""
         processes = [*self.processes.values(), *self.draining.processes]
@@ -149,14 +146,12 @@ class Draining:
             elif leaving.terminated_at is not None:
                 if now - leaving.terminated_at > self._stop_timeout:
                     process.kill()
-            elif self._is_drained(process, now - leaving.since, statuses):
-                process.terminate()
-                leaving.terminated_at = now
-
-    def _is_drained(self, process: HostProcess, waited: float, statuses: Mapping[str, ObservedStatus]) -> bool:
-        status = statuses.get(process.name)
-        requests = 0 if status is None else sum(status.gauges.get(name, 0) for name in ("running", "waiting"))
-        return waited > MAX_DRAIN_S or (waited > MIN_DRAIN_S and not requests)
+            else:
+                status, waited = statuses.get(process.name), now - leaving.since
+                requests = 0 if status is None else sum(status.gauges.get(name, 0) for name in ("running", "waiting"))
+                if waited > MAX_DRAIN_S or (waited > MIN_DRAIN_S and not requests):
+                    process.terminate()
+                    leaving.terminated_at = now
 
 
 def remove_traces(run: RunDir, process: HostProcess) -> None:

@@ -191,20 +191,10 @@ class Pods:
 
     def _node(self, role: str, resources: Mapping[str, str]) -> Object:
         """Return the container of a node agent. It is ready when it has joined, and alive while its loop runs."""
-        command = [
-            "headrace",
-            "node",
-            str(self.run),
-            "--role",
-            role,
-            "--wait",
-            str(START_S),
-            "--state",
-            str(NODE_STATE),
-        ]
+        command = ["headrace", "node", str(self.run), "--role", role, "--wait", str(START_S)]
         return {
             **self._container("node", resources),
-            "command": command,
+            "command": [*command, "--state", str(NODE_STATE)],
             "startupProbe": {"exec": {"command": ["test", "-f", str(NODE_STATE)]}, "failureThreshold": 30},
             "readinessProbe": {"exec": {"command": ["grep", "-q", JOINED, str(NODE_STATE)]}, "periodSeconds": 5},
             "livenessProbe": {"exec": {"command": ["/bin/sh", "-c", IS_RECENT]}, "periodSeconds": 20},

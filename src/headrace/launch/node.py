@@ -7,10 +7,8 @@ processes elsewhere: the agent kills its own, and joins again when the driver an
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -345,11 +343,6 @@ class NodeService:
 
     def _dial(self, peer: Dial) -> None:
         self._dialed[peer.nonce] = dial(peer.address, peer.port, peer.nonce)
-
-
-def default_name() -> str:
-    """Return the name of this host in the run: that of SLURM, or its host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def log_to_run(run: Path, name: str) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from headrace.config.launch import LaunchConfig
 from headrace.config.model import ModelConfig
 from headrace.config.monitors import MONITORS
 from headrace.config.sft import SftDataConfig, SftEvalConfig
-from headrace.launch.errors import LaunchError
+from headrace.launch.errors import LaunchError, notify
+from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.saved_config import pin, read_model_file, save
 from headrace.machine import cache_directory
 from headrace.runfile.reading import value_at
@@ -53,7 +55,7 @@ def resolve_again(model: ModelConfig, run: RunDir) -> str:
     """
     initial = model_of_run(run) if model.sft or model.init else None
     if initial is not None:
-        _print(f"continuing with the initial model of this run, {initial}; for another model, start a new run")
+        notify(f"continuing with the initial model of this run, {initial}; for another model, start a new run")
         return initial
     return resolve(model)
 
@@ -67,8 +69,7 @@ def model_of_run(run: RunDir) -> str | None:
 def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
     """Return the model that an SFT run file trains. `trail` are the run files that depend on it."""
     config, notices = read_model_file(file, trail)
-    for notice in notices:
-        _print(notice)
+    notify(*notices)
     # Only the model is kept: evaluations would be deleted, and monitors would show a deleted directory.
     config = config.model_copy(update={"eval": SftEvalConfig(), **dict.fromkeys(MONITORS)})
     if config.lora is not None:
@@ -81,9 +82,11 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
         run = RunDir(draft)
         pinned = pin(config, draft, base)
         save(pinned, run)
-        from headrace.launch.run import train_alone  # brings the supervisor and rich, which a dry run does not need
+        from headrace.launch.run import make_supervisor  # brings rich, which a dry run does not need
 
-        if code := train_alone(pinned, run, f"sft {file.name}", (held,)):
+        with closing(LocalHosts((held,))) as hosts:
+            code = make_supervisor(pinned, run, f"sft {file.name}", hosts, hosts.list(), resume=False).run()
+        if code:
             raise SystemExit(code)  # interrupted, which the launcher has reported
         return run.final_model
 
@@ -155,22 +158,18 @@ def _cached(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
     """
     place = cache_directory() / "models" / digest
     if place.is_dir():
-        _print(f"{what}: using the cached {place}")
+        notify(f"{what}: using the cached {place}")
         return place
     draft = place.with_name(f"{digest}.tmp")
     waiting = f"{what}: waiting for another process, which is creating it"
-    with lock(place.with_name(f"{digest}.lock"), lambda: _print(waiting)) as held:
+    with lock(place.with_name(f"{digest}.lock"), lambda: notify(waiting)) as held:
         if not place.is_dir():  # another process may have created it in the meantime
-            _print(f"{what}: creating it once, to be cached in {place}")
+            notify(f"{what}: creating it once, to be cached in {place}")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             os.replace(make(draft, held), place)
             shutil.rmtree(draft, ignore_errors=True)
     return place
-
-
-def _print(message: str) -> None:
-    print(f"headrace: {message}", file=sys.stderr, flush=True)
 
 
 def _digest(*parts: str) -> str:

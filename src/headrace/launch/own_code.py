@@ -87,7 +87,7 @@ def check_function_source(import_path: str, kwargs: dict[str, Any]) -> None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return  # compiled, or a namespace package: only an import shows its names
     tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
-    defined = dict(_names(tree))
+    defined = dict(defined_names(tree))
     if name not in defined and "*" not in defined:
         raise BadInput(f"{spec.origin} does not define {name!r}", value=import_path)
     match defined.get(name):
@@ -102,8 +102,8 @@ def check_function_source(import_path: str, kwargs: dict[str, Any]) -> None:
                 raise BadInput(fact, value=import_path, file=spec.origin, line=line)
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names that a module defines outside functions and classes; `*` stands for a star import."""
+def defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the names that code defines outside functions and classes; `*` stands for a star import."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()

@@ -144,12 +144,9 @@ class _Planner:
         narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and self.on_gpu)
         self.compute_bytes = 2 if narrow else 4
         self.longest = config.inference.max_model_len or config.seq_len or 1
-        self.links = isinstance(config, RunConfig) and lora is None and self._links(config)
+        transport = config.trainer.weights.transport if isinstance(config, RunConfig) and lora is None else "files"
+        self.links = transport == "link" or (transport == "auto" and self.on_gpu and placement.shares_gpu)
         """Whether engines get new weights from the trainer's memory."""
-
-    def _links(self, config: RunConfig) -> bool:
-        transport = config.trainer.weights.transport
-        return transport == "link" or (transport == "auto" and self.on_gpu and self.placement.shares_gpu)
 
     def plan(self) -> ResourcePlan:
         budgets: list[Budget] = []

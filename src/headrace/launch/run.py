@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from shutil import rmtree
 from typing import Any
@@ -14,10 +14,8 @@ from typing import Any
 import msgspec
 
 from headrace.config.base import ConfigError
-from headrace.config.inference import InferenceConfig
-from headrace.config.launch import LaunchConfig, without_exported
+from headrace.config.launch import without_exported
 from headrace.config.monitors import PrometheusConfig
-from headrace.config.sft import SftConfig
 from headrace.errors import BadInput
 from headrace.launch.driver import Driver
 from headrace.launch.errors import InputRefused, LaunchError, RestartNeeded
@@ -131,12 +129,6 @@ def open_hosts(config: AnyRun, run: RunDir, inherited: Sequence[int] = ()) -> tu
     return hosts, hosts.driver
 
 
-def train_alone(config: SftConfig, run: RunDir, title: str, inherited: Sequence[int]) -> int:
-    """Run an SFT run on this machine to its end and return the exit code."""
-    with closing(LocalHosts(inherited)) as hosts:
-        return make_supervisor(config, run, title, hosts, hosts.list(), resume=False).run()
-
-
 def make_supervisor(
     config: AnyRun,
     run: RunDir,
@@ -162,7 +154,8 @@ def make_supervisor(
         hosts,
         run,
         view,
-        start_timeout=start_timeout(limits, config.inference),
+        # vLLM's own timeout comes first: its error names the cause.
+        start_timeout=limits.start_timeout + config.inference.extra_start_timeout_s,
         stop_timeout=limits.stop_timeout,
         max_restarts=limits.max_restarts,
         heartbeat=Heartbeat(run.heartbeat, limits.heartbeat_url, limits.heartbeat_interval),
@@ -185,11 +178,6 @@ def exported(config: AnyRun) -> dict[str, str]:
         keys |= {config.orchestrator.client.api_key_var, config.orchestrator.client.admin_key_var}
     inherited = {name: os.environ[name] for name in (*launch.env_from, *keys, LAUNCHER_VAR) if name in os.environ}
     return {**without_exported(launch.env), **inherited}
-
-
-def start_timeout(launch: LaunchConfig, inference: InferenceConfig) -> float:
-    """Return the seconds until every process must be up. vLLM's own timeout comes first: its error names the cause."""
-    return launch.start_timeout + inference.extra_start_timeout_s
 
 
 def check_ports(config: AnyRun) -> None:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from headrace.config.launch import SlurmConfig
 from headrace.launch.errors import BadRequest
-from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -72,16 +71,15 @@ def batch_script(
         "output": log,
         "open-mode": "append",
     }
-    lines = [f"--{option}={_one_word(str(value))}" for option, value in options.items() if value is not None]
+    words = {option: str(value) for option, value in options.items() if value is not None}
+    # Of the shell, sbatch understands quotes in a script, and nothing else.
+    lines = [
+        f'--{option}="{word}"' if re.search(r"\s", word) else f"--{option}={word}" for option, word in words.items()
+    ]
     lines += ["--no-kill", "--requeue" if slurm.requeue else "--no-requeue", *extra, *slurm.lines]
     before = REQUEUE_EARLY if slurm.requeue else ""
     before += f"\n{slurm.prologue.rstrip()}\n" if slurm.prologue.strip() else ""
     return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"{before}\n{commands}\n"
-
-
-def _one_word(value: str) -> str:
-    """Return a value as sbatch reads it in a script, where it understands quotes and nothing else of the shell."""
-    return f'"{value}"' if re.search(r"\s", value) else value
 
 
 def headrace_command(*words: str) -> str:
@@ -99,13 +97,6 @@ def run_script(run: RunDir, command: str, slurm: SlurmConfig, size: JobSize) -> 
 
 def log_of(run: RunDir) -> Path:
     return run.logs.resolve() / "slurm.log"
-
-
-def write_script(run: RunDir, text: str) -> Path:
-    path = run.root / SCRIPT
-    run.logs.mkdir(parents=True, exist_ok=True)  # SLURM makes no folders
-    write_atomically(path, text.encode())
-    return path
 
 
 @contextmanager

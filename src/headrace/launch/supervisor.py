@@ -331,7 +331,9 @@ class Supervisor:
             attempt = f"{self._restarts.in_a_row[unit]} of {self._restarts.most}"
             if out_of_memory[process] is not None:
                 self._restarts.out_of_memory.add(unit)
-            how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}{self._reason(process)}"
+            status = self._status_of(process)
+            reason = f" ({status.problem})" if status and status.state == "failed" and status.problem else ""
+            how = out_of_memory[process] or f"{process.name} {process.how_it_ended()}{reason}"
             self._restarts.ends[unit] = f"{how}; restart {attempt}"
             self._view.say(f"{how}; {when} ({attempt})")
 
@@ -344,34 +346,28 @@ class Supervisor:
     def _may_be_victim(self, process: HostProcess, now: float) -> bool:
         """Whether a process may have failed because the host of another member of its group is lost."""
         unit = unit_of(process.spec)
-        return (
-            self._fleet.spans_hosts(unit) and process.exit_status != BAD_INPUT and self._restarts.awaits_news(unit, now)
-        )
+        spans_hosts = len({spec.host for spec in self._fleet.specs_of(unit)}) > 1
+        return spans_hosts and process.exit_status != BAD_INPUT and self._restarts.awaits_news(unit, now)
 
     def _begin_recovery(self, unit: str, cause: str, now: float) -> None:
         if unit == TRAINER and self._recovery is None and self.history.step:
             self._recovery = Recovery(cause, now, self.history.step)
 
+    def _status_of(self, process: HostProcess) -> ObservedStatus | None:
+        """Return the status that this process, not an earlier one of its name, has written."""
+        status = self._statuses.get(process.name)
+        return status if status is not None and status.pid == process.pid else None
+
     def _has_failed(self, process: HostProcess) -> bool:
         """Whether the process has reported its failure."""
-        if process in self._killed:
-            return True
-        status = self._statuses.get(process.name)
-        return status is not None and status.pid == process.pid and status.state == "failed"
-
-    def _reason(self, process: HostProcess) -> str:
-        """Return why a process failed, as it reported it, to be appended to how it ended."""
-        status = self._statuses.get(process.name)
-        is_its = status is not None and status.pid == process.pid and status.state == "failed" and status.problem
-        return f" ({status.problem})" if status is not None and is_its else ""
+        status = self._status_of(process)
+        return process in self._killed or (status is not None and status.state == "failed")
 
     def _find_out_of_memory(self, process: HostProcess) -> OutOfMemory | None:
         """Return how the process ended for lack of memory; None if it ended in another way, or was killed by us."""
-        if process in self._killed:
-            return None
-        status = self._statuses.get(process.name)
-        doing = "" if status is None or status.pid != process.pid or status.state == "failed" else status.state
-        return self._oom.explain(process, doing, self._clock.monotonic())
+        status = self._status_of(process)
+        doing = "" if status is None or status.state == "failed" else status.state
+        return None if process in self._killed else self._oom.explain(process, doing, self._clock.monotonic())
 
     def _describe_failure(self, process: HostProcess, out_of_memory: OutOfMemory | None) -> str:
         head = str(out_of_memory or f"{process.name} {process.how_it_ended()}")

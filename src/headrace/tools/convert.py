@@ -23,6 +23,7 @@ from headrace.config.base import Origins, Tree
 from headrace.config.files import read_file
 from headrace.environments.registry import SHIPPED
 from headrace.errors import BadInput
+from headrace.launch.own_code import defined_names
 from headrace.runfile.foreign_keys import remove_key, replace_foreign_keys
 from headrace.runfile.reading import put, validate, value_at
 from headrace.runfile.run import RunConfig
@@ -295,7 +296,7 @@ def _literal(node: ast.expr) -> tuple[Any] | None:
 
 def _reward_module(module: ast.Module, functions: list[str]) -> str:
     """Return the source of these functions and of everything at the top of the script that they use."""
-    definitions = {name: statement for statement in module.body for name in _defined(statement)}
+    definitions = {name: statement for statement in module.body for name, _ in defined_names(statement)}
     wanted, chosen = list(functions), set[int]()
     while wanted:
         statement = definitions.get(wanted.pop())
@@ -304,13 +305,3 @@ def _reward_module(module: ast.Module, functions: list[str]) -> str:
             wanted += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
     parts = [ast.unparse(statement) for statement in module.body if statement.lineno in chosen]
     return "\n\n\n".join(parts) + "\n" if parts else ""
-
-
-def _defined(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
-    if isinstance(statement, ast.Assign):
-        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
-    return []

@@ -12,7 +12,7 @@ from headrace.runfile.explain import find
 from headrace.runfile.foreign_keys import MOVED
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
-from headrace.tools.convert import HINTS, NEEDLESS, RENAMED, convert
+from headrace.tools.convert import NEEDLESS, RENAMED, TRL_HINTS, convert
 from tests.end_to_end.runs import REPOSITORY, headrace
 
 PRIME_RL = """
@@ -168,4 +168,4 @@ def test_the_migration_pages_list_every_key_that_is_renamed_or_left_out():
     )
     assert {(*pair, "yes") for pair in MOVED.items()} | {(*pair, "") for pair in RENAMED.items()} <= prime_rl
     assert set(NEEDLESS.items()) <= prime_rl
-    assert set(HINTS.items()) <= trl
+    assert set(TRL_HINTS.items()) <= trl

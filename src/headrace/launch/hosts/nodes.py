@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.config.launch import LaunchConfig
 from headrace.launch.driver import Driver
-from headrace.launch.errors import LaunchError
+from headrace.launch.errors import LaunchError, notify
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
 from headrace.launch.node_messages import Command, Kill, ProcessState, Signal, Start, Stop
 from headrace.launch.node_registry import Node
@@ -73,11 +73,7 @@ def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> NodeHosts:
 def open_driver(launch: LaunchConfig, run: RunDir, least_rejoin_s: float = 0.0) -> Driver:
     """Return the driver of a run file. Its notices go to the terminal until a view takes them."""
     rejoin_s = max(launch.rejoin_timeout, least_rejoin_s)
-    return Driver(run, port=launch.driver_port, interface=launch.interface, rejoin_s=rejoin_s, notify=_print)
-
-
-def _print(sentence: str) -> None:
-    print(f"headrace: {sentence}", file=sys.stderr, flush=True)
+    return Driver(run, port=launch.driver_port, interface=launch.interface, rejoin_s=rejoin_s, notify=notify)
 
 
 class NodeHosts:

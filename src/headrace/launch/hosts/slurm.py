@@ -42,9 +42,20 @@ class SlurmHosts(NodeHosts):
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
 
     def wait_until_ready(self) -> Sequence[Host]:
+        # One agent on each host, with all that the job has on it.
+        step = [f"--nodes={self._count}", f"--ntasks={self._count}", "--ntasks-per-node=1", "--mem=0"]
+        keep = [
+            "--cpu-bind=none",
+            "--overlap",
+            "--no-kill",
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--export=ALL",
+            "--quiet",
+        ]
         agent = [sys.executable, "-m", "headrace", "node", str(self._run.root.resolve())]
         self._srun = subprocess.Popen(
-            [*srun_command(self._count), *agent],
+            ["srun", *step, *keep, *agent],
             env={**os.environ, **self.driver.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -84,13 +95,6 @@ class SlurmHosts(NodeHosts):
                 self._srun.wait(GRACE_S if self._is_ready else 0)
             except subprocess.TimeoutExpired:  # hosts that are lost, or have not found the driver yet
                 self._srun.terminate()
-
-
-def srun_command(count: int) -> list[str]:
-    """Return the srun of one agent on each of `count` hosts, with all that the job has on them."""
-    step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mem=0", "--cpu-bind=none", "--overlap"]
-    keep = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--quiet"]
-    return ["srun", *step, *keep]
 
 
 def open_hosts(launch: LaunchConfig, run: RunDir, needs: Needs) -> SlurmHosts:
