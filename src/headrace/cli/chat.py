@@ -53,7 +53,11 @@ def run_chat(arguments: argparse.Namespace) -> int:
     with _connect(arguments.target, overrides, arguments.api_key_var) as server:
         session = Session(server, _choose_model(server, arguments.model), conversation)
         if question is not None:
-            _print_answer(session, question)
+            output = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # a program reads the exact text
+            for chunk in session.stream(question, StreamedReply()):
+                if chunk.kind != "thought":
+                    print(chunk.text, end="", file=output, flush=True)
+            print(flush=True)
             return 0
         with suppress(ImportError):  # optional in Python builds; makes the line editable
             import readline  # noqa: F401
@@ -90,15 +94,6 @@ def _choose_model(server: ChatClient, name: str | None) -> ModelEntry:
             return model
     served = ", ".join(model.id for model in models) or "none"
     raise BadInput(f"not served by {server.address}", key="--model", value=name, fix=f"Its models: {served}.")
-
-
-def _print_answer(session: Session, question: str) -> None:
-    """Print the answer while it is generated, without reasoning."""
-    output = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # a program reads the exact text
-    for chunk in session.stream(question, StreamedReply()):
-        if chunk.kind != "thought":
-            print(chunk.text, end="", file=output, flush=True)
-    print(flush=True)
 
 
 def _read_stdin() -> str:

@@ -12,26 +12,16 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import BadInput
 
-if TYPE_CHECKING:  # brings Arrow
+if TYPE_CHECKING:  # brings Arrow, and rich
+    from headrace.observe.console import SafeConsole
     from headrace.transport.rollout_files import RolloutFiles
 
 RUN_FILES = (".toml", ".yaml", ".yml")
 """Suffixes of run files."""
-OWN_OPTIONS = frozenset(
-    {
-        "--dry-run",
-        "--clean",
-        "--resume",
-        "--help",
-        "--name",
-        "--alone",
-        "--sharing",
-        "--report",
-        "--format",
-        "--print",
-        "--output",
-    }
-)
+OWN_OPTIONS = {
+    *("--dry-run", "--clean", "--resume", "--help", "--name", "--alone", "--sharing"),
+    *("--report", "--format", "--print", "--output"),
+}
 """Options of the commands themselves; every other `--word` is an override of the configuration."""
 
 
@@ -123,6 +113,13 @@ def positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def output_console(pipe_width: int) -> SafeConsole:
+    """Return a console of the standard output, which has `pipe_width` columns if it is not a terminal."""
+    from headrace.observe.console import SafeConsole
+
+    return SafeConsole(width=None if sys.stdout.isatty() else pipe_width)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from headrace.config.dpo import DpoConfig
 from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput, shown_value
+from headrace.launch.errors import notify
 from headrace.launch.manifest import manifest
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.saved_config import kind_of, merge_files
@@ -135,15 +135,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
         if made.rewards:
             rewards.write_text(made.rewards, encoding="utf-8")
         print(f"wrote {output}{f' and {rewards}' if made.rewards else ''}")
-    for notice in made.notices:
-        print(f"headrace: {notice}", file=sys.stderr)
-    for theirs, ours in made.renamed:
-        print(f"headrace: {theirs} is {ours} here", file=sys.stderr)
+    notify(*made.notices, *(f"{theirs} is {ours} here" for theirs, ours in made.renamed))
     for key, value, reason in made.left_out:
-        shown = "" if value is None else f" = {shown_value(value)}"
-        print(f"headrace: not taken over: {key}{shown}: {reason}", file=sys.stderr)
-    for problem in made.missing:
-        print(f"headrace: to be added: {problem}", file=sys.stderr)
+        notify(f"not taken over: {key}{'' if value is None else f' = {shown_value(value)}'}: {reason}")
+    notify(*(f"to be added: {problem}" for problem in made.missing))
     return 0
 
 
@@ -157,8 +152,7 @@ def run_manifest(arguments: argparse.Namespace) -> int:
     add_code_folders(arguments.files)
     overrides = [*arguments.overrides, "--launch.on", "nodes"]
     config, notices = load(kind_of(arguments.files) or RunConfig, arguments.files, overrides)
-    for notice in notices:
-        print(f"headrace: {notice}", file=sys.stderr)
+    notify(*notices)
     text = manifest(config)
     if arguments.output is None:
         print(text, end="")

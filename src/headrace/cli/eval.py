@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import msgspec
 
 from headrace.api.evaluation import complete
-from headrace.cli.common import add_format, importable, positive
+from headrace.cli.common import add_format, importable, output_console, positive
 from headrace.config.model import RendererConfig, SamplingConfig
 from headrace.errors import BadInput
+from headrace.launch.errors import notify
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.observe.console import SafeConsole
 from headrace.observe.status import setup_logging
@@ -31,7 +31,6 @@ from headrace.transport.files import write_atomically
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 PIPE_WIDTH = 160
-"""Columns if the output is not a terminal."""
 
 
 def configure_eval(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     with show_progress(SafeConsole(stderr=True)) as progress:
         outcomes = run_loop(_until_signal(evaluate(evaluation, candidates, progress)))
     if isinstance(outcomes, int):
-        print("headrace: stopped; the same command goes on from here", file=sys.stderr)
+        notify("stopped; the same command goes on from here")
         return 128 + outcomes
     return _report(arguments, evaluation, subject, outcomes)
 
@@ -157,7 +156,7 @@ def _report(
         lines = b"".join(msgspec.json.encode(line) + b"\n" for line in zero_shot_record(outcomes[0].scored))
         write_atomically(arguments.zero_shot, lines)
         files.append(arguments.zero_shot)
-    console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = output_console(PIPE_WIDTH)
     if any(not result.failure for result in results):
         console.print(score_table(title, results))
         if any(result.lengths for result in results):
@@ -166,10 +165,9 @@ def _report(
     print(f"wrote {', '.join(map(str, files))}")
     for notice in dict.fromkeys(notice for result in results for notice in result.notices):
         names = ", ".join(result.name for result in results if notice in result.notices)
-        print(f"headrace: {names}: {notice}", file=sys.stderr)
+        notify(f"{names}: {notice}")
     failed = [result for result in results if result.failure]
-    for result in failed:
-        print(f"headrace: {result.name} was not evaluated: {result.failure}", file=sys.stderr)
+    notify(*(f"{result.name} was not evaluated: {result.failure}" for result in failed))
     return 1 if failed else 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from headrace.errors import BadInput
@@ -81,7 +82,7 @@ def run_push(arguments: argparse.Namespace) -> int:
             print(plan_push(contents, remote, manifest, arguments.repo, replace=arguments.replace))
             return 0
         options = {"private": arguments.private, "replace": arguments.replace}
-        push(repository, contents, arguments.revision, **options, report=_print)
+        push(repository, contents, arguments.revision, **options, report=partial(print, flush=True))
     return 0
 
 
@@ -121,10 +122,6 @@ def _contents(arguments: argparse.Namespace) -> Iterator[Contents]:
         raise BadInput(fact, key="PATH", value=str(target), fix="Push data, or any folder, with --dataset.")
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 def _step(text: str) -> int:
     number = text.removeprefix("step-")
     if not number.isdecimal():
@@ -152,7 +149,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(plan)
         return 0
-    pull(repository, plan, target, _print)
+    pull(repository, plan, target, partial(print, flush=True))
     if plan.kind == "run" and RunDir(target).metrics.is_file():
         write_summary(RunDir(target))  # not uploaded, because it contains the path of the run
     return 0

@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -187,7 +187,9 @@ class Explanation(NamedTuple):
 
 def explain(error: BaseException) -> Explanation | None:
     """Return a sentence and an exit code, or None if the traceback should be shown."""
-    causes = list(_chain(error))
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
     if any(map(_is_full_disk, causes)):
         where = [str(cause.filename) for cause in causes if isinstance(cause, OSError) and cause.filename]
         where += [note for cause in causes for note in getattr(cause, "__notes__", ())]
@@ -220,10 +222,3 @@ def _is_lost_rank(error: BaseException) -> bool:
     if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

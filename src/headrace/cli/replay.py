@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import msgspec
 
-from headrace.cli.common import positive, progress_line
+from headrace.cli.common import output_console, positive, progress_line
 from headrace.errors import BadInput
 from headrace.machine import VISIBLE_GPUS_VAR
-from headrace.observe.console import SafeConsole
 from headrace.tools.replay.replay import DEFAULT_ROLLOUTS, DEFAULT_TOLERANCE, replay_step
 from headrace.tools.replay.view import render
 
 PIPE_WIDTH = 160
-"""Columns if the output is not a terminal."""
 
 
 def configure_replay(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +63,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode({"verdict": report.verdict, **msgspec.to_builtins(report)}).decode())
     else:
-        console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-        console.print(render(report))
+        output_console(PIPE_WIDTH).print(render(report))
         if arguments.bundle is not None:
             print(f"wrote {arguments.bundle}, {arguments.bundle.stat().st_size / 1e6:.1f} MB")
     return 0 if report.verdict in ("bit-equal", "within tolerance") else 1

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.text import Text
 
-from headrace.cli.common import add_format, choose_steps, format_steps, progress_line, step_span
+from headrace.cli.common import add_format, choose_steps, format_steps, output_console, progress_line, step_span
 from headrace.errors import BadInput
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run, run_directory
 from headrace.observe.chart_export import check_format, convert_plots
-from headrace.observe.console import SafeConsole
 from headrace.tools.rescore.options import algorithms_of, check_rescorable, describe_all, short_name, with_algorithm
 from headrace.tools.rescore.report import comparison_tables, rescore_chart
 from headrace.tools.rescore.rescoring import Outcome, rescore_run
@@ -26,7 +24,6 @@ from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles
 
 PIPE_WIDTH = 120
-"""Columns if the output is not a terminal."""
 
 
 def configure_rescore(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +89,7 @@ def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, is_own:
     if outcome.left_out:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(outcome.left_out.items()))
         lines.append(f"left out on both sides: {reasons}")
-    console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = output_console(PIPE_WIDTH)
     console.print(Text("\n".join([*lines, ""])))
     console.print(comparison_tables(comparison))
     console.print(Text("\n".join(["", *_remarks(outcome, is_own), f"plot: {plot}"])), soft_wrap=True)

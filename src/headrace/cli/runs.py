@@ -6,20 +6,18 @@ Imports that take a second (the types of run files) are inside the functions tha
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 
 from headrace.api.run import Run
-from headrace.cli.common import add_format, positive
+from headrace.cli.common import add_format, output_console, positive
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.observe.summary import text, write_summary
 
 DEFAULT_TOKENS = 20
 PIPE_WIDTH = 200
-"""Columns if the output is not a terminal."""
 
 
 def configure_summary(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +109,6 @@ def configure_tokens(parser: argparse.ArgumentParser) -> None:
 def run_tokens(arguments: argparse.Namespace) -> int:
     from headrace.config.base import ConfigError
     from headrace.launch.saved_config import read_rl_run, run_directory
-    from headrace.observe.console import SafeConsole
     from headrace.observe.token_view import largest, read_tokens, render
     from headrace.text.hub import model_directory
     from headrace.text.tokenizer import Tokenizer
@@ -123,6 +120,5 @@ def run_tokens(arguments: argparse.Namespace) -> int:
     if config.model.name is None:
         raise ConfigError("not set, and text needs the model's tokenizer", key="model.name", file=arguments.run)
     tokenizer = Tokenizer(model_directory(config.model.name))
-    console = SafeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(render(header, tokens, tokenizer.decode))
+    output_console(PIPE_WIDTH).print(render(header, tokens, tokenizer.decode))
     return 0

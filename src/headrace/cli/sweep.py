@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from headrace.cli.common import add_format
 from headrace.cli.training import exit_on_sigterm
 from headrace.config.base import ConfigError
 from headrace.errors import BadInput
+from headrace.launch.errors import notify
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.run_directory import hold
 from headrace.launch.saved_config import kind_of
@@ -65,12 +65,8 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@exit_on_sigterm()
 def run_sweep(arguments: argparse.Namespace) -> int:
-    with exit_on_sigterm():
-        return _run(arguments)
-
-
-def _run(arguments: argparse.Namespace) -> int:
     """Read and check all runs, then start them. Nothing is changed before all checks passed."""
     check_format(arguments.format)
     sweep = read_sweep(arguments.files, arguments.overrides)
@@ -115,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
             _report(directory, record, sweep, arguments.format)
     failed = [run.name for run in record.planned if run.outcome == "failed"]
     if failed and code == 0:
-        print(f"headrace: failed: {', '.join(failed)}; the same command tries again", file=sys.stderr)
+        notify(f"failed: {', '.join(failed)}; the same command tries again")
         return 1
     return code
 

@@ -60,23 +60,39 @@ def _add_print(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM, and SIGUSR1 before there is anything to save, into `SystemExit`, so that every clean-up runs."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        notify(f"stopped by {signal.Signals(number).name}")
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@exit_on_sigterm()
 def _run(kind: Kind, arguments: argparse.Namespace) -> int:
     """Run to the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order.
 
     A batch job of SLURM is queued again at its time limit, also if nothing has started until then.
     """
-    with exit_on_sigterm():
-        try:
-            stop_with_launcher(STOP_TIMEOUT_S)
-            code = _prepare_and_run(kind, arguments)
-        except SystemExit as stop:
-            if stop.code != SAVED:
-                raise
-            code = SAVED
-        if code == SAVED and REQUEUE_VAR in os.environ:
-            notify("asking SLURM to queue this job again, which continues the run")
-            requeue()
-        return code
+    try:
+        stop_with_launcher(STOP_TIMEOUT_S)
+        code = _prepare_and_run(kind, arguments)
+    except SystemExit as stop:
+        if stop.code != SAVED:
+            raise
+        code = SAVED
+    if code == SAVED and REQUEUE_VAR in os.environ:
+        notify("asking SLURM to queue this job again, which continues the run")
+        requeue()
+    return code
 
 
 run_rl = run_demo = partial(_run, RunConfig)
@@ -121,19 +137,3 @@ def _submit(prepared: PreparedRun, *, only_print: bool) -> int:
     else:
         print(f"submitted job {job} ({size.nodes} hosts): {script}\nlog: {log_of(run)}\ncancel: scancel {job}")
     return 0
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM, and SIGUSR1 before there is anything to save, into `SystemExit`, so that every clean-up runs."""
-    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    notify(f"stopped by {signal.Signals(number).name}")
-    raise SystemExit(128 + number)
