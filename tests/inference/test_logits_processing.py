@@ -15,7 +15,7 @@ import torch
 
 from headrace.inference.backend import InvalidRequest
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.request import Request
+from headrace.inference.embedded.request import PENDING, Request
 from headrace.inference.schema import PROCESSED, SamplingParams, StructuredOutputs
 from headrace.inference.structured import _checked_grammar, grammar_of
 from headrace.rollout.version import Version
@@ -36,13 +36,16 @@ def engines(model: Any, make_model: Any, directory: Path, **settings: Any) -> It
     """The engine of CPUs, and where Triton interprets the one of GPUs."""
     yield engine_of(model, directory, **settings)
     if os.environ.get("TRITON_INTERPRET") == "1":
+        from headrace.inference.embedded.cuda import rows
         from headrace.inference.embedded.cuda.runner import CudaRunner
 
         engine = engine_of(make_model(0), directory, **settings)
         sizes = {"max_running": engine.max_running, "max_model_len": engine.max_model_len}
         blocks = engine.scheduler.blocks.num_usable + 1
-        engine.runner = CudaRunner(engine.model, blocks, engine.adapters, **sizes, compile=False, graphs=False)
-        yield engine
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rows, "EXTRA_PROGRAMS", 8)  # each is interpreted
+            engine.runner = CudaRunner(engine.model, blocks, engine.adapters, **sizes, compile=False, graphs=False)
+            yield engine
 
 
 def reference_penalties(logits: torch.Tensor, prompt: list[int], sampled: list[int], params: SamplingParams) -> None:
@@ -54,7 +57,7 @@ def reference_penalties(logits: torch.Tensor, prompt: list[int], sampled: list[i
         logits[token] -= params.frequency_penalty * count + params.presence_penalty
 
 
-def assert_like_reference(request: Request, model: Any, tokenizer: Any = None) -> None:
+def assert_like_reference(request: Request, model: Any, tokenizer: Any = None, tolerance: float = 1e-4) -> None:
     """Check each sampled token's logprobs against plain logits, penalized and masked one by one."""
     params, result, prompt = request.params, request.future.result(), request.tokens[: request.prompt_length]
     rows = plain_logits(model, request.tokens)[request.prompt_length - 1 :]
@@ -67,13 +70,13 @@ def assert_like_reference(request: Request, model: Any, tokenizer: Any = None) -
             logits[torch.from_numpy(allowed[: len(logits)] == 0)] = -torch.inf
             assert matcher.consume_token(token)
         expected = torch.log_softmax(logits / (params.temperature or 1), -1)
-        assert result.logprobs[place] == pytest.approx(expected[token].item(), abs=1e-4)
+        assert result.logprobs[place] == pytest.approx(expected[token].item(), abs=tolerance)
         if params.temperature == 0:
             assert logits[token] == logits.max()
         if params.logprobs:
             assert result.top_logprobs is not None
             best = expected.topk(params.logprobs).values.tolist()
-            assert [value for _, value in result.top_logprobs[place]] == pytest.approx(best, abs=1e-4)
+            assert [value for _, value in result.top_logprobs[place]] == pytest.approx(best, abs=tolerance)
     assert result.logprobs_mode == params.logprobs_mode
 
 
@@ -133,6 +136,36 @@ def test_completions_match_what_they_must(
             text = tokenizer.decode(request.future.result().token_ids, skip_special_tokens=True)
             assert matches(text), text
         assert_like_reference(free, engine.model)
+
+
+def test_with_a_grammar_the_next_step_is_launched_ahead_on_a_gpu_and_samples_the_same(
+    model: Any, make_model: Any, model_directory: Path
+) -> None:
+    schema = StructuredOutputs(json=SCHEMA)
+    kinds: list[dict[str, Any]] = [
+        {"structured_outputs": schema},
+        {"ignore_eos": True},
+        {"structured_outputs": schema, "temperature": 1.5},
+        {"structured_outputs": StructuredOutputs(choice=["yes", "no"]), "temperature": 0},
+        {"ignore_eos": True, "temperature": 0},
+    ]
+    vocabulary = llguidance.LLTokenizer(Tokenizer(model_directory).backend.to_str(), n_vocab=264, eos_token=[EOS])
+    results, launched_ahead = [], []
+    for engine in engines(model, make_model, model_directory, max_model_len=64, max_running=4):
+        params = [SamplingParams(seed=seed, max_tokens=20, **kinds[seed % len(kinds)]) for seed in range(8)]
+        requests = [engine.submit([7 + place] * 5, each) for place, each in enumerate(params)]
+        launched_ahead.append(0)
+        while engine.has_work:
+            engine.step()
+            launched_ahead[-1] += any(request.tokens[-1] == PENDING for request in engine.scheduler.running)
+            if engine.steps == 20:  # torch samples for all, from a step on that is launched ahead
+                requests.append(engine.submit([9], SamplingParams(seed=9, logprobs=2, max_tokens=9, **kinds[0])))
+        for request in requests:
+            assert_like_reference(request, engine.model, vocabulary)
+        results.append([(request.tokens, request.finish_reason) for request in requests])
+        assert_nothing_left(engine)
+    assert all(each == results[0] for each in results)
+    assert launched_ahead[0] == 0 and all(count > 20 for count in launched_ahead[1:])
 
 
 def test_a_grammar_survives_new_weights_preemption_and_stop_strings(

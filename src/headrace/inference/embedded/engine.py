@@ -36,7 +36,7 @@ from headrace.inference.backend import (
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.cuda import make_cuda_runner
-from headrace.inference.embedded.grammar import Grammars
+from headrace.inference.embedded.grammar import Grammars, accept_tokens
 from headrace.inference.embedded.request import Request, Weights
 from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
@@ -253,6 +253,7 @@ class Engine:
                 for request in launched.sampling:
                     request.expect()
             self.finish_step()  # the one before
+            launched.sample()
             self._in_flight = launched
             if not launched.allows_next:
                 self.finish_step()
@@ -338,6 +339,11 @@ class Engine:
         output = launched.output()
         self.device_wait_s += time.perf_counter() - begun
         self.device_busy_s += launched.device_seconds()
+        accept_tokens(
+            (request.matcher, token)
+            for request, token in zip(*output[:2], strict=True)
+            if request.matcher is not None and not request.is_done and token not in request.stop_ids
+        )
         finished: list[Request] = []
         log_masses, alternatives = output.log_masses or itertools.repeat(0.0), output.alternatives
         for request, token, logprob, log_mass in zip(*output[:3], log_masses, strict=False):

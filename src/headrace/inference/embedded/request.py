@@ -72,13 +72,13 @@ class Request:
         self.counts = TokenCounts(token_ids, max_new_tokens) if params.penalizes else None
         self.processes_logits = params.logprobs_mode is not None
         self.is_plain = adapter is None and not (
-            self.processes_logits
+            params.penalizes
             or params.truncates
             or params.logprobs
             or params.prompt_logprobs is not None
             or params.latents
         )
-        """Whether its tokens can be sampled without reading logits outside of the step."""
+        """Whether its tokens can be sampled without reading logits outside of the step; it may have a grammar."""
         self.stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
@@ -223,7 +223,8 @@ class Request:
     ) -> bool:
         """Append a sampled token, and return whether it is the last one.
 
-        `log_mass` is the log of the probability left by truncation. `latent` is used if the token is a thought.
+        `log_mass` is the log of the probability left by truncation. `latent` is used if the token is a thought. The
+        matcher has accepted the token, unless it is a stop token.
         """
         tokens, place = self.tokens, self.prompt_length + len(self.logprobs)
         if place < len(tokens):
@@ -246,7 +247,7 @@ class Request:
         if self.counts is not None:
             self.counts.add(token)
         if self._stopped_by is None and token not in self.stop_ids:
-            self._is_complete = self.matcher is not None and self.matcher.accept(token)
+            self._is_complete = self.matcher is not None and self.matcher.is_complete()
             if not self._is_complete and place + 1 < self.max_length:
                 return False
         del tokens[place + 1 :]

@@ -62,6 +62,9 @@ class LaunchedStep(Protocol):
     def allows_next(self) -> bool:
         """Whether the next step may be launched before this one's output is read."""
 
+    def sample(self) -> None:
+        """Start what needs the tokens of the step before; called once these were appended."""
+
     def output(self) -> StepOutput:
         """Wait until the step is computed, and return its output."""
 
@@ -78,6 +81,9 @@ class FinishedStep(NamedTuple):
     @property
     def sampling(self) -> Sequence[Request]:
         return self.result.requests
+
+    def sample(self) -> None:
+        pass
 
     def output(self) -> StepOutput:
         return self.result

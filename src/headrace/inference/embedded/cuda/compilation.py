@@ -103,6 +103,10 @@ class StepGraphs(Generic[K, T]):
                 self._captured[shape] = graph, result
         torch.cuda.current_stream().wait_stream(stream)
 
+    def result(self, shape: K) -> T:
+        """Return what the last run of this shape wrote."""
+        return self._captured[shape][1]
+
     def run(self, shape: K) -> T:
         graph, result = self._captured[shape]
         graph.replay()

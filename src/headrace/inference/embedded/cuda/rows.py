@@ -91,6 +91,7 @@ class StepInputs:
         self.sources = take(torch.int64, rows)
         self.uniforms = take(torch.float64, rows)
         self.temperatures = take(torch.float32, rows)
+        self.is_masked = take(torch.int32, rows)
         self.lengths = take(torch.int32, rows)
         self.spans = take(torch.int32, rows, 2)
         self.items = take(torch.int32, items, 4)
@@ -99,7 +100,7 @@ class StepInputs:
     @staticmethod
     def size(rows: int, tokens: int, items: int, tiles: int) -> int:
         """Return the bytes of the buffer, with alignment."""
-        return tokens * (2 * 8 + 4) + rows * (2 * 8 + 4 * 4) + items * 16 + tiles * 20 + 10 * 16
+        return tokens * (2 * 8 + 4) + rows * (2 * 8 + 5 * 4) + items * 16 + tiles * 20 + 11 * 16
 
 
 class StepRows:
@@ -193,6 +194,7 @@ class StepRows:
             if resets != request.resets:
                 held = 0
                 self._arrays["temperatures"][row] = request.params.temperature
+                self._arrays["is_masked"][row] = request.matcher is not None
             if held != len(blocks):
                 self._table_array[row, held : len(blocks)] = blocks[held:]
                 written[row] = request.resets, len(blocks)
@@ -247,6 +249,7 @@ class StepRows:
             arrays[name][:count] = values
             arrays[name][used:tokens] = default
         arrays["temperatures"][count:rows] = 1.0
+        arrays["is_masked"][count:rows] = False
         arrays["items"][: len(items)] = items
         arrays["items"][len(items) : self.max_items(rows)] = UNUSED
         arrays["tiles"][: len(tiles)] = tiles or np.zeros((0, 5))

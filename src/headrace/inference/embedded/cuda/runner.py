@@ -3,9 +3,12 @@
 A step is one copy to the device, one graph and one copy back. The graph reads tokens that the last step sampled on the
 device, so that a step can be launched before the output of the last one is read.
 
+Masks of grammars follow from tokens on the host. So a step is launched as always, the output of the last one is read
+and masks are computed meanwhile, and a second, small graph masks the logits and samples again.
+
 Long prefills, prompt logprobs and adapters have a second forward, which comes after the graph, when all shared keys and
-values are stored. Requests that truncate or change the distribution or want top logprobs are sampled from the same
-logits by torch; masks of grammars are computed meanwhile. Requests with an adapter, whose hooks change layers, are
+values are stored. Requests that truncate or penalize the distribution or want top logprobs are sampled from the same
+logits by torch, and the next step waits for them. Requests with an adapter, whose hooks change layers, are
 computed without graph and compiled layers; those that think in latent space without graph, since their input embeddings
 are not those of their tokens.
 """
@@ -16,11 +19,11 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,24 +39,20 @@ from headrace.inference.embedded.cuda.compilation import (
     mixed_sizes,
 )
 from headrace.inference.embedded.cuda.kv_storage import KVStorage
+from headrace.inference.embedded.cuda.launched_step import CudaStep, SampledPart, StepTimes
 from headrace.inference.embedded.cuda.rows import MAX_PREFILLS, PrefillRow, StepRows
-from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, sample_tokens
+from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, mask_tokens, sample_tokens
 from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, StepShape, can_flash, join_chunks
-from headrace.inference.embedded.grammar import Masks, start_masks
-from headrace.inference.embedded.logits_processing import process_logits
+from headrace.inference.embedded.grammar import Masks, compute_masks, start_masks
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.runner import (
     PADDED_PREFILL_TOKENS,
-    StepOutput,
     find_logit_rows,
     finish_prefill,
     key_shapes,
-    next_latents,
     token_inputs,
-    top_alternatives,
 )
-from headrace.inference.embedded.sampling import sample
 from headrace.inference.embedded.scheduler import CHUNK_TOKENS, Chunk, StepPlan
 
 log = logging.getLogger(__name__)
@@ -116,8 +115,12 @@ class CudaRunner:
         """Tokens and logprobs: by row in the first half, of long prefills in the second."""
         self._host_outputs = deque(self._make_host_output() for _ in range(2))
         """Memory for the sampled tokens of two steps, and when a step began and wrote it."""
+        words, pinned = -(-vocab // 32), self._device.type == "cuda"
+        self._staged_masks = torch.zeros(largest, words, dtype=torch.int32, pin_memory=pinned)
+        self._masks = torch.zeros(largest, words, dtype=torch.int32, device=self._device)
         self._layers = CompiledLayers(model) if compile else None
         self._graphs = StepGraphs(self._compute) if graphs else None
+        self._masked_graphs: StepGraphs[StepShape, None] | None = None
         with torch.inference_mode():
             self._warm_up()
 
@@ -136,7 +139,7 @@ class CudaRunner:
         decodes, prefills, others = self._split(plan)
         parts: list[SampledPart] = []
         if decodes or prefills:
-            logits = self._run_rows(decodes, prefills)
+            shape, logits = self._run_rows(decodes, prefills)
             requests = list(self._rows.requests)
             incomplete = {prefill.request for prefill in prefills if prefill.end < len(prefill.request.tokens)}
             rows = [row for row, request in enumerate(requests) if request not in incomplete]
@@ -146,12 +149,33 @@ class CudaRunner:
             requests, prefill_logits = self._prefill(plan, others)
             if prefill_logits is not None:
                 parts.append(SampledPart(requests, range(len(requests)), prefill_logits, self._largest, self._model))
-        host.copy_(self._sampled, non_blocking=True)
         if times is not None:
             times.ended.record()
         is_plain = not others and all(request.is_plain for part in parts for request in part.requests)
-        masks = None if is_plain else start_masks(plan.requests)  # while the GPU computes
-        return CudaStep(parts, host, times, allows_next=is_plain, masks=masks)
+        if is_plain and any(request.matcher is not None for part in parts for request in part.requests):
+            late: Callable[[], Masks | None] | None = partial(self._mask_and_sample, shape, parts[0], host, times)
+        else:
+            self._read_sampled(host, times)
+            late = None if is_plain else partial(start_masks, plan.requests)
+        return CudaStep(parts, host, times, is_plain, late)
+
+    def _mask_and_sample(self, shape: StepShape, part: SampledPart, host: Tensor, times: StepTimes | None) -> None:
+        """Sample again with masks, for which the tokens of the step before must be known."""
+        requests = ((request.matcher, row, request.is_done) for request, row in zip(*part[:2], strict=True))
+        rows = [(matcher, row) for matcher, row, is_done in requests if matcher is not None and not is_done]
+        compute_masks(rows, self._staged_masks.numpy())
+        count = len(part.logits)
+        self._masks[:count].copy_(self._staged_masks[:count], non_blocking=True)
+        if self._masked_graphs is None:
+            self._sample_masked(part.logits)
+        else:
+            self._masked_graphs.run(shape)
+        self._read_sampled(host, times)
+
+    def _read_sampled(self, host: Tensor, times: StepTimes | None) -> None:
+        host.copy_(self._sampled, non_blocking=True)
+        if times is not None:
+            times.written.record()
 
     def _split(self, plan: StepPlan) -> tuple[list[Request], list[PrefillRow], list[Chunk]]:
         """Return decodes and prefills that are computed together, and chunks that need a forward of their own.
@@ -174,14 +198,14 @@ class CudaRunner:
             return decodes, [], others
         return decodes, prefills, []
 
-    def _run_rows(self, decodes: Sequence[Request], prefills: Sequence[PrefillRow]) -> Tensor:
+    def _run_rows(self, decodes: Sequence[Request], prefills: Sequence[PrefillRow]) -> tuple[StepShape, Tensor]:
         """Return the logits of each row that is sampled."""
         tokens = len(decodes) + sum(prefill.end - prefill.start for prefill in prefills)
         sizes = self._mixed_sizes if prefills else self._sizes
         shape = StepShape(next(size for size in sizes if size >= tokens), bool(prefills))
         self._rows.arrange(decodes, prefills, shape.tokens)
         self._rows.send()
-        return self._compute(shape) if self._graphs is None else self._graphs.run(shape)
+        return shape, self._compute(shape) if self._graphs is None else self._graphs.run(shape)
 
     def _compute(self, shape: StepShape) -> Tensor:
         """Compute what a graph captures: from the rows' inputs to tokens; returns logits by row."""
@@ -192,6 +216,12 @@ class CudaRunner:
         logits = self._forward(step, step.ids, step.positions, kept, plain=False)
         sample_tokens(logits, step.temperatures, step.uniforms, self._sampled[:, : step.num_rows], self._tiles)
         return logits
+
+    def _sample_masked(self, logits: Tensor) -> None:
+        """Compute what the second graph of a step captures: the tokens of all rows, with masks."""
+        inputs, rows = self._rows.inputs, slice(0, len(logits))
+        mask_tokens(logits, inputs.is_masked[rows], self._masks[rows])
+        sample_tokens(logits, inputs.temperatures[rows], inputs.uniforms[rows], self._sampled[:, rows], self._tiles)
 
     def _prefill(self, plan: StepPlan, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor | None]:
         """Return the requests whose prompts are complete, and their logits."""
@@ -267,6 +297,9 @@ class CudaRunner:
             self._rows.arrange([], [], shapes[0].tokens)
             self._rows.send()
             self._graphs.capture(shapes)
+            logits_of = self._graphs.result
+            self._masked_graphs = StepGraphs(lambda shape: self._sample_masked(logits_of(shape)))
+            self._masked_graphs.capture(shapes)
             log.info("steps of %d shapes captured in %.1f s", len(shapes), time.monotonic() - start)
 
     def _check_capturable(self, shape: StepShape) -> None:
@@ -309,82 +342,3 @@ class CudaRunner:
 def _fits_graph(request: Request) -> bool:
     """Return whether a request's tokens can be computed by the graph: by the model as it is, from their ids."""
     return request.adapter is None and request.latents is None
-
-
-class SampledPart(NamedTuple):
-    """Requests that one forward sampled for."""
-
-    requests: Sequence[Request]
-    rows: Sequence[int]
-    """Each one's row of the logits."""
-    logits: Tensor
-    begin: int
-    """Column of the first row's token and logprob among the sampled ones."""
-    model: Any
-
-    def output(self, sampled: Tensor, masks: Masks | None) -> StepOutput:
-        """Return the tokens in `sampled`; torch samples for requests that truncate or change the distribution."""
-        requests = self.requests
-        columns = sampled.numpy()[:, [self.begin + row for row in self.rows]]
-        tokens, logprobs = columns[0].astype(np.int64).tolist(), columns[1].tolist()
-        if all(request.is_plain for request in requests):
-            return StepOutput(requests, tokens, logprobs, None, {})
-        logits = process_logits(self.logits[list(self.rows)], requests, masks)
-        log_masses = None
-        drawing = [row for row, each in enumerate(requests) if each.params.truncates or each.processes_logits]
-        if drawing:
-            own = [requests[row] for row in drawing]
-            drawn = sample(logits[drawing], [each.params for each in own], [each.uniform() for each in own])
-            log_masses = [0.0] * len(requests)
-            drawn_columns = torch.stack([column.double() for column in drawn if column is not None], 1)
-            for row, (token, logprob, *log_mass) in zip(drawing, drawn_columns.tolist(), strict=True):
-                tokens[row], logprobs[row], log_masses[row] = int(token), logprob, sum(log_mass)
-        latents = next_latents(self.model, requests, logits)
-        return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits), latents)
-
-
-class StepTimes(NamedTuple):
-    """When the GPU began and ended a step."""
-
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event
-
-    @classmethod
-    def make(cls) -> StepTimes:
-        return cls(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[no-untyped-call]
-
-
-class CudaStep(NamedTuple):
-    """A step in the GPU's queue."""
-
-    parts: list[SampledPart]
-    host: Tensor
-    """Gets the sampled tokens and logprobs."""
-    times: StepTimes | None
-    allows_next: bool
-    masks: Masks | None
-
-    @property
-    def sampling(self) -> Sequence[Request]:
-        return [request for part in self.parts for request in part.requests]
-
-    def output(self) -> StepOutput:
-        if self.times is not None:
-            self.times.ended.synchronize()
-        outputs = [part.output(self.host, self.masks) for part in self.parts]
-        if len(outputs) == 1:
-            return outputs[0]
-        log_masses = None
-        if any(output.log_masses is not None for output in outputs):
-            log_masses = [mass for each in outputs for mass in each.log_masses or [0.0] * len(each.requests)]
-        return StepOutput(
-            [request for each in outputs for request in each.requests],
-            [token for each in outputs for token in each.tokens],
-            [logprob for each in outputs for logprob in each.logprobs],
-            log_masses,
-            {request: top for each in outputs for request, top in each.alternatives.items()},
-            {request: latent for each in outputs for request, latent in each.latents.items()},
-        )
-
-    def device_seconds(self) -> float:
-        return 0.0 if self.times is None else self.times.begun.elapsed_time(self.times.ended) / 1e3

@@ -71,6 +71,16 @@ def sample_tokens(
     )
 
 
+def mask_tokens(logits: Tensor, is_masked: Tensor, masks: Tensor) -> None:
+    """Set the logits of tokens whose bit is 0 to minus infinity, in the rows that are masked.
+
+    `masks`: [row, vocabulary / 32] int32; the lowest bit is the first token's.
+    """
+    rows, vocab = logits.shape
+    grid = triton.cdiv(vocab, TILE), rows
+    _mask_tokens[grid](logits, is_masked, masks, logits.stride(0), masks.stride(0), VOCAB=vocab, TILE=TILE)
+
+
 def feed_tokens(ids: Tensor, sources: Tensor, chosen: Tensor) -> None:
     """Set each id whose source is not negative to the token that `sample_tokens` chose for the row `source`."""
     width = triton.next_power_of_2(len(sources))
@@ -83,6 +93,16 @@ def _feed_tokens(ids, sources, chosen, count, WIDTH: tl.constexpr):
     source = tl.load(sources + row, mask=row < count, other=-1)
     token = tl.load(chosen + source, mask=source >= 0, other=0.0)
     tl.store(ids + row, token.to(tl.int64), mask=source >= 0)
+
+
+@triton.jit
+def _mask_tokens(logits, is_masked, masks, row_stride, mask_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(1)
+    if tl.load(is_masked + row) != 0:
+        column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        words = tl.load(masks + row.to(tl.int64) * mask_stride + column // 32, mask=column < VOCAB, other=-1)
+        is_refused = ((words >> (column % 32)) & 1) == 0
+        tl.store(logits + row.to(tl.int64) * row_stride + column, float("-inf"), mask=is_refused)
 
 
 @triton.jit
