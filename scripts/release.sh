@@ -9,7 +9,8 @@ fail() { echo "release: $*" >&2; exit 2; }
 version=$1 tag=v$1
 written=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' src/headrace/__init__.py)
 [ "$version" = "$written" ] || fail "VERSION = $version: src/headrace/__init__.py has $written. Change one of them."
-grep -q "^## $version\b" CHANGELOG.md || fail "CHANGELOG.md: no section '## $version'. Write it."
+heading=$(grep "^## $version\b" CHANGELOG.md) || fail "CHANGELOG.md: no section '## $version'. Write it."
+[[ $heading != *"not released"* ]] || fail "CHANGELOG.md: $heading. Write the date of the release there."
 [ -z "$(git status --porcelain)" ] || fail "the checkout has changes that are not committed. Commit them."
 ! git rev-parse -q --verify "refs/tags/$tag" >/dev/null || fail "tag = $tag: exists. Raise the version."
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -26,6 +27,14 @@ def test_ci_runs_the_commands_of_the_makefile_on_every_supported_python_and_two_
     versions = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)}
     assert set(linux["strategy"]["matrix"]["python"]) == versions
     assert len(linux["strategy"]["matrix"]["os"]) == 2
+
+
+@pytest.mark.full
+def test_all_extras_resolve_together_with_the_locked_torch() -> None:
+    pin = re.search("^torch==.*$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert pin is not None
+    options = ("--dry-run", "--quiet", "--no-build-isolation", "--disable-pip-version-check")
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, f"{ROOT}[all]", pin.group()], check=True)
 
 
 def test_the_hooks_run_tools_of_the_lock() -> None:
@@ -55,22 +64,26 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("scripts/release.sh", "src/headrace/__init__.py", "CHANGELOG.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    changelog = (tmp_path / "CHANGELOG.md").read_text()
+    (tmp_path / "CHANGELOG.md").write_text(changelog.replace("(not released yet)", "(1 January 2030)"))
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
     return tmp_path
 
 
-@pytest.mark.parametrize("problem", ["version", "changelog", "changes", "tag"])
+@pytest.mark.parametrize("problem", ["version", "changelog", "unreleased", "changes", "tag"])
 def test_a_release_is_refused_before_anything_is_built(checkout: Path, problem: str) -> None:
     version = "9.9.9" if problem == "version" else __version__
     if problem == "changelog":
         (checkout / "CHANGELOG.md").write_text("# Changelog\n")
+    elif problem == "unreleased":
+        (checkout / "CHANGELOG.md").write_text(f"# Changelog\n\n## {__version__} (not released yet)\n")
     elif problem == "changes":
         (checkout / "new_file").touch()
     elif problem == "tag":
         subprocess.run(["git", "tag", f"v{__version__}"], cwd=checkout, check=True)
     done = subprocess.run(["bash", "scripts/release.sh", version], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 2
-    named = {"version": "9.9.9", "changelog": "CHANGELOG.md", "changes": "not committed", "tag": f"v{__version__}"}
-    assert named[problem] in done.stderr
+    named = {"version": "9.9.9", "changes": "not committed", "tag": f"v{__version__}", "unreleased": "not released yet"}
+    assert named.get(problem, "CHANGELOG.md") in done.stderr
     assert not (checkout / "dist").exists()
