@@ -38,6 +38,7 @@ LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 28,
+    "layer_types": ["full_attention"] * 28,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,

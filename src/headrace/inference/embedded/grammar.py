@@ -91,8 +91,8 @@ def start_masks(requests: Iterable[Request]) -> Masks | None:
 
 def compute_masks(matchers: Iterable[tuple[Matcher, int]], bits: np.ndarray) -> None:
     """Write the mask of each matcher to its row of `bits`, [row, vocabulary / 32] int32."""
-    rows = [(matcher.compiled, row) for matcher, row in matchers]
-    _threads()[1].unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.strides[0], len(bits))
+    if rows := [(matcher.compiled, row) for matcher, row in matchers]:
+        _threads()[1].unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.strides[0], len(bits))
 
 
 def accept_tokens(sampled: Iterable[tuple[Matcher, int]]) -> None:
