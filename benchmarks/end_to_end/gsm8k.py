@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.environments import environment
-from headrace.environments.data.word_problems import gsm8k as read_gsm8k
 from headrace.environments.rewards.math_rewards import Numeric
 from headrace.environments.shipped.word_problems import ASK
+from headrace.environments.shipped.word_problems import gsm8k as read_gsm8k
 
 PROBLEMS = Path(__file__).parents[1] / "data/gsm8k"
 """The first 512 problems of the training split (MIT licence, beside them)."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from answer_forms import RIGHT, WRONG
 
-from headrace.environments.data.word_problems import gsm8k, math
 from headrace.environments.rewards.math_rewards import Numeric, Symbolic
+from headrace.environments.shipped.word_problems import gsm8k, math
 
 AT_ONCE = 64
 ENOUGH_FORMS = 3

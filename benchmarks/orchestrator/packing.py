@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.rollout.balance import spread
-from headrace.rollout.packing import cost_of_model, cut_into_bins, pack_for_worker
+from headrace.rollout.packing import cost_of_model, cut_into_bins, pack_for_worker, spread
 from headrace.rollout.types import Sample
 
 SEQ_LEN = 16384

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from headrace.environments.base import Context, Demonstration
 from headrace.environments.chat import Chat
+from headrace.environments.shipped.common import reply_similarity
 from headrace.environments.shipped.reverse_text import ReverseText
-from headrace.environments.shipped.texts import reply_similarity
 from headrace.rollout.types import Rollout, Task
 
 

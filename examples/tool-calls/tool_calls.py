@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any, Literal, get_args, get_type_hints
 
 from headrace.environments import environment
-from headrace.environments.shipped.drawing import draw_tasks
-from headrace.environments.tools import Tool
+from headrace.environments.chat import Tool
+from headrace.environments.shipped.common import draw_tasks
 
 SYSTEM = "You call functions. Answer the request with one call of a function, and nothing else.\n<tools>{tools}</tools>"
 ONE_BLOCK = re.compile(r"\s*<tool_call>((?:(?!<tool_call>).)*)</tool_call>\s*", re.DOTALL)

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.api.evaluation import evaluate as evaluate
     from headrace.api.model import Model as Model
+    from headrace.api.model import evaluate as evaluate
     from headrace.api.model import sample as sample
     from headrace.api.model import score as score
     from headrace.api.run import Run as Run

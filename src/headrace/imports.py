@@ -1,4 +1,4 @@
-"""Loading of a user's own code by import path, `package.module:name`, or by file, `path/to/file.py:name`."""
+"""Load a user's own code by import path, `package.module:name`, or by file, `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.errors import BadInput
+
+T = TypeVar("T")
 
 
 def load(path: str, key: str | None) -> Any:
@@ -76,6 +81,43 @@ def load_file(file: str) -> ModuleType:
 
 
 def import_declarations(package: ModuleType) -> None:
-    """Import every module of a package, so that each registers what it declares."""
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    """Import every module of a package, so that each registers what it declares; a module has none."""
+    for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{package.__name__}."):
         importlib.import_module(module.name)
+
+
+def load_function(import_path: str, kwargs: Mapping[str, Any], what: str) -> Callable[..., Any]:
+    """Return a user's function with its kwargs bound; it takes one more argument. `what` is for errors."""
+    function = load(import_path, what)
+    check_kwargs(function, (None,), kwargs, what, import_path)
+    if inspect.iscoroutinefunction(function):
+        fix = "Write a plain function, or a subclass of headrace.algorithms.base.Algorithm, whose hooks may wait."
+        raise BadInput("it is an async function, which nothing awaits", key=what, value=import_path, fix=fix)
+    return partial(function, **kwargs)
+
+
+def load_class(import_path: str, base: type[T], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> type[T]:
+    """Return a user's subclass of `base` that takes these arguments; it is not constructed. `what` is for errors."""
+    kind = load(import_path, what)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise BadInput(f"not a subclass of {base.__module__}.{base.__name__}", key=what, value=import_path)
+    check_kwargs(kind, args, kwargs, what, import_path)
+    return kind
+
+
+def check_kwargs(
+    called: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, import_path: str
+) -> None:
+    """Raise `BadInput` if `called` does not take these arguments; it is not called."""
+    try:
+        inspect.signature(called).bind(*args, **kwargs)
+    except TypeError as error:
+        raise BadInput(f"it does not take these kwargs: {error}", key=what, value=import_path) from error
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the import path of a function: `package.module:function`."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -9,10 +9,13 @@ import pytest
 
 from headrace.algorithms.base import RolloutView, Tally
 from headrace.algorithms.group_credit import GroupCredit
-from headrace.algorithms.length_penalties import LengthPenalty
-from headrace.algorithms.length_penalties.efficiency import TokensPenaltyConfig, TurnsPenaltyConfig
-from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
-from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
+from headrace.algorithms.length_penalties import (
+    LengthPenalty,
+    LinearPenaltyConfig,
+    OverlongPenaltyConfig,
+    TokensPenaltyConfig,
+    TurnsPenaltyConfig,
+)
 from tests.algorithms.groups import make_group
 
 

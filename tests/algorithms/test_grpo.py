@@ -4,7 +4,7 @@ import pytest
 
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
+from headrace.algorithms.length_penalties import LinearPenaltyConfig
 from headrace.orchestrator.filters import has_no_advantage
 from tests.algorithms.groups import advantages, make_group
 

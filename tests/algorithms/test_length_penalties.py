@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from headrace.algorithms.base import Tally
-from headrace.algorithms.length_penalties.efficiency import efficiency_bonus
-from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
-from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
+from headrace.algorithms.length_penalties import LinearPenaltyConfig, OverlongPenaltyConfig, efficiency_bonus
 from headrace.rollout.credit import Cohort
 
 

@@ -14,7 +14,7 @@ import pytest
 from headrace.algorithms import rlcsd
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.hints import response_text
-from headrace.algorithms.length_penalties.overlong import OverlongPenaltyConfig
+from headrace.algorithms.length_penalties import OverlongPenaltyConfig
 from headrace.algorithms.rlcsd import BATCHES_WITHOUT_CONTRAST, Rlcsd
 from headrace.rollout.credit import fold, modulate
 from headrace.rollout.types import Rollout

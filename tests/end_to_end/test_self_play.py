@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.environments.exploitability import measured
 
-from headrace.environments.shipped.kuhn import exploitability
+from headrace.environments.shipped.kuhn_poker import exploitability
 from headrace.observe.metrics import read_metrics
 from headrace.transport.journal import Journal
 from headrace.transport.run_dir import RunDir

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.environments.base import ChatFailed, Context, Environment, PromptTooLong, Reply, ToolCall
-from headrace.environments.chat import Chat
+from headrace.environments.chat import Chat, Tool, ToolError
 from headrace.environments.script import Script, as_reply, call_tool
-from headrace.environments.tools import Tool, ToolError
 from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task, Turn
 from tests.environments.pools import pool, task

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.environments.arguments import BadArgument
-from headrace.environments.data.tables import DataError, read_rows
-from headrace.environments.data.word_problems import SUBJECTS, gsm8k, math
+from headrace.environments.shipped.word_problems import SUBJECTS, gsm8k, math
+from headrace.environments.tables import DataError, read_rows
 from tests.refusals import refused
 
 DATA = Path(__file__).parents[1] / "data"

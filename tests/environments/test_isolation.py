@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.environments import cgroup, isolation, seccomp
+from headrace.environments import isolation
 from headrace.environments.arguments import BadArgument
 from headrace.environments.isolation import (
     SETTINGS_VAR,
@@ -29,7 +29,7 @@ from headrace.errors import BadInput
 from headrace.launch.checks import check_run
 from tests.config.run_files import MINIMAL, load_text, run
 
-MACHINES = [*seccomp.NUMBERS]
+MACHINES = [*isolation.NUMBERS]
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_the_fallback_is_announced_with_everything_that_it_allows(monkeypatch: p
 
 
 def test_without_filters_and_namespaces_the_fallback_allows_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(seccomp, "is_available", lambda: False)
+    monkeypatch.setattr(isolation, "has_filters", lambda: False)
     monkeypatch.setattr(isolation, "interpreter_is_public", lambda: False)
     monkeypatch.setattr(isolation, "may_enter_namespace", lambda with_users: False)
     expected = isolation.FALLBACK_ALLOWS | isolation.WITHOUT_FILTER | isolation.WITHOUT_NAMESPACE
@@ -178,20 +178,24 @@ def verdict(program: bytes, number: int, architecture: int, argument: int = 0) -
     instructions, at, word = [*struct.iter_unpack("=HBBI", program)], 0, 0
     while True:
         code, if_true, if_false, value = instructions[at]
-        if code == seccomp.RETURN:
+        if code == isolation.RETURN:
             return value
         at += 1
-        if code == seccomp.LOAD:
+        if code == isolation.LOAD:
             [word] = struct.unpack_from("=I", data, value)
         else:
-            test = {seccomp.EQUAL: word == value, seccomp.AT_LEAST: word >= value, seccomp.ANY_BIT: bool(word & value)}
+            test = {
+                isolation.EQUAL: word == value,
+                isolation.AT_LEAST: word >= value,
+                isolation.ANY_BIT: bool(word & value),
+            }
             at += if_true if test[code] else if_false
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_refuses_what_reaches_out_and_allows_the_rest(machine: str):
-    architecture, numbers = seccomp.NUMBERS[machine]
-    program = seccomp.filter_program(machine, sockets=True)
+    architecture, numbers = isolation.NUMBERS[machine]
+    program = isolation.filter_program(machine, sockets=True)
     refused = {name for name, number in numbers.items() if verdict(program, number, architecture) == EPERM}
     assert refused == numbers.keys() - {"clone", "clone3", "socket"}
     assert verdict(program, numbers["clone3"], architecture) == ENOSYS
@@ -200,7 +204,7 @@ def test_the_filter_refuses_what_reaches_out_and_allows_the_rest(machine: str):
     assert verdict(program, 0, architecture) == ALLOW
     assert verdict(program, 0x40000000 + 1, architecture) == EPERM
     assert verdict(program, 0, architecture + 1) == KILL
-    assert verdict(seccomp.filter_program(machine, sockets=False), numbers["socket"], architecture) == EPERM
+    assert verdict(isolation.filter_program(machine, sockets=False), numbers["socket"], architecture) == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -212,7 +216,7 @@ def test_the_filter_has_the_kernels_numbers(machine: str):
     if not path.exists():
         pytest.skip(f"{path} is not installed")
     kernel = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+)\s+(\d+)", path.read_text())}
-    own = {name: number for name, number in seccomp.NUMBERS[machine][1].items() if name in kernel}
+    own = {name: number for name, number in isolation.NUMBERS[machine][1].items() if name in kernel}
     assert len(own) >= 40  # of 42; the headers may be of an older kernel
     assert own == {name: kernel[name] for name in own}
 
@@ -227,15 +231,15 @@ def test_a_cgroup_is_made_below_the_nearest_group_with_the_controllers(tmp_path:
         (tmp_path / path).mkdir(exist_ok=True)
         (tmp_path / path / "cgroup.subtree_control").write_text(controllers)
         (tmp_path / path / "cgroup.procs").touch()
-    assert cgroup.find_parent(tmp_path, "4:memory:/other\n0::/user/app\n") == tmp_path / "user"
-    assert cgroup.find_parent(tmp_path, "0::/system\n") == tmp_path
-    assert cgroup.find_parent(tmp_path, "4:memory:/user\n") is None
+    assert isolation.find_parent(tmp_path, "4:memory:/other\n0::/user/app\n") == tmp_path / "user"
+    assert isolation.find_parent(tmp_path, "0::/system\n") == tmp_path
+    assert isolation.find_parent(tmp_path, "4:memory:/user\n") is None
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
-    assert cgroup.find_parent(tmp_path, "0::/system\n") is None
+    assert isolation.find_parent(tmp_path, "0::/system\n") is None
 
 
 def test_a_cgroup_limits_memory_and_tasks_and_starts_a_program_inside(tmp_path: Path):
-    group = cgroup.Cgroup(tmp_path, memory_mb=64, tasks=16)
+    group = isolation.Cgroup(tmp_path, memory_mb=64, tasks=16)
     assert (group.folder / "memory.max").read_text() == str(64 << 20)
     assert (group.folder / "pids.max").read_text() == "16"
     command = group.command(["sh", "-c", "echo started"])
@@ -246,11 +250,11 @@ def test_a_cgroup_limits_memory_and_tasks_and_starts_a_program_inside(tmp_path: 
 def test_a_cgroup_that_cannot_be_made_is_reported_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(cgroup, "usable_parent", lambda: tmp_path / "removed")
-    assert [cgroup.make_cgroup(64, 16) for _ in range(2)] == [None, None]
+    monkeypatch.setattr(isolation, "usable_parent", lambda: tmp_path / "removed")
+    assert [isolation.make_cgroup(64, 16) for _ in range(2)] == [None, None]
     assert [str(tmp_path) in record.message for record in caplog.records] == [True]
-    monkeypatch.setattr(cgroup, "usable_parent", lambda: None)
-    assert cgroup.make_cgroup(64, 16) is None
-    monkeypatch.setattr(cgroup, "usable_parent", lambda: tmp_path)
-    group = cgroup.make_cgroup(64, 16)
+    monkeypatch.setattr(isolation, "usable_parent", lambda: None)
+    assert isolation.make_cgroup(64, 16) is None
+    monkeypatch.setattr(isolation, "usable_parent", lambda: tmp_path)
+    group = isolation.make_cgroup(64, 16)
     assert group is not None and group.folder.parent == tmp_path

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from headrace.environments.base import ToolCall
-from headrace.environments.tools import Tool, ToolError, run_call
+from headrace.environments.chat import Tool, ToolError, run_call
 
 
 def search(query: str, limit: int = 5, kind: Literal["news", "web"] | None = None) -> str:

@@ -16,10 +16,9 @@ from headrace.algorithms.grpo import Grpo
 from headrace.config.base import ConfigError
 from headrace.config.monitors import OtelConfig
 from headrace.environments.base import Environment, ToolCall
-from headrace.environments.chat import Chat
+from headrace.environments.chat import Chat, Tool, run_call
 from headrace.environments.registry import load_environment
 from headrace.environments.rewards.running import Rewards
-from headrace.environments.tools import Tool, run_call
 from headrace.environments.workers import WorkerPool
 from headrace.observe import tracing
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner

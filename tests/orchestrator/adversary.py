@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from headrace.environments.base import Context, Reply
-from headrace.environments.tools import Tool, ToolError, run_call
+from headrace.environments.chat import Tool, ToolError, run_call
 from headrace.inference.schema import SamplingParams
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.types import Message, Turn

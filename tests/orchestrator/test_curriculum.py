@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.algorithms.base import RolloutView
-from headrace.config.curriculum import CurriculumConfig
+from headrace.config.environments import CurriculumConfig
 from headrace.orchestrator.curriculum import CurriculumFailed, DifficultyPool, InOrder, TaskSampler
 from headrace.orchestrator.gate import AdvantageRange, Gate
 from headrace.orchestrator.source import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.curriculum import CurriculumConfig
+from headrace.config.environments import CurriculumConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.rollout.types import Task
 from headrace.runfile.reading import load, validate

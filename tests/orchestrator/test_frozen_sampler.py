@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from headrace.environments.base import Context, Environment, EpisodeError, PromptTooLong, Reply
-from headrace.environments.chat import Chat
-from headrace.environments.tools import Tool
+from headrace.environments.chat import Chat, Tool
 from headrace.errors import BadInput
 from headrace.inference.client.served_model import ServedModel
 from headrace.inference.schema import StructuredOutputs

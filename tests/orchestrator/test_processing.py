@@ -13,7 +13,7 @@ import pytest
 from headrace.algorithms.base import Algorithm
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
+from headrace.algorithms.length_penalties import LinearPenaltyConfig
 from headrace.environments.base import Environment, EpisodeError
 from headrace.orchestrator.batch_metrics import step_metrics
 from headrace.orchestrator.filters import has_no_advantage

@@ -12,7 +12,7 @@ import pytest
 from renderers import config_from_name, create_renderer
 
 from headrace.environments.base import EpisodeError, PromptTooLong
-from headrace.environments.tools import Tool
+from headrace.environments.chat import Tool
 from headrace.inference.schema import Completion, StructuredOutputs
 from headrace.orchestrator.conversation import derive_seed
 from headrace.orchestrator.sampler import Sampler

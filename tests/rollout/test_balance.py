@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.balance import TOLERANCE, spread
+from headrace.rollout.packing import TOLERANCE, spread
 from tests.rollout.strategies import FIXED
 
 

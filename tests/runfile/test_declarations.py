@@ -9,7 +9,7 @@ import pytest
 
 from headrace.algorithms.length_penalties import LENGTH_PENALTIES
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
-from headrace.config.curriculum import GATES, SAMPLERS
+from headrace.config.environments import GATES, SAMPLERS
 from headrace.config.orchestrator import FILTERS
 from headrace.config.registry import Registry
 from headrace.config.trainer import LOSSES

@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace.config.algorithms import Invariant
 from headrace.config.model import FrozenModelConfig, PastPolicyConfig, TeacherReference
+from headrace.imports import name_of
 from headrace.inference.client.reference import LimitedReference, Reference
 from headrace.rollout.types import Rollout, Sample, Task
 
@@ -154,10 +155,8 @@ class RolloutView:
             )
         unfit = ~(np.abs(values) <= LARGEST_ADVANTAGE)
         if unfit.any():
-            raise ValueError(
-                f"{values[unfit][0]} as an advantage of task {self.rollout.task_key}: advantages must be finite, and "
-                "are kept as float32"
-            )
+            fact = f"{values[unfit][0]} as an advantage of task {self.rollout.task_key}"
+            raise ValueError(f"{fact}: advantages must be finite, and are kept as float32")
         start = 0
         for sample in self.samples:
             end = start + sample.completion_length
@@ -169,6 +168,18 @@ def assign(group: Sequence[RolloutView], advantages: np.ndarray) -> None:
     """Set one advantage for all completion tokens of each rollout."""
     for rollout, advantage in zip(group, advantages, strict=True):
         rollout.assign_advantages(float(advantage))
+
+
+def numbers(given: Any, function: Callable[..., Any]) -> np.ndarray:
+    """Return the result of `function` as float64; raise unless all numbers are finite."""
+    try:
+        values = np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name_of(function)} returned something other than an array of numbers: {error}") from error
+    if not np.isfinite(values).all():
+        unusable = values[~np.isfinite(values)][0]
+        raise ValueError(f"{name_of(function)} returned {unusable}: it must return finite numbers")
+    return values
 
 
 class Survivor(RolloutView):

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView
-from headrace.algorithms.user_function import load_class, load_function, name_of, numbers
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, numbers
 from headrace.config.algorithms import ALGORITHMS, INVARIANTS, AdvantageConfig, Promises
 from headrace.config.model import ModelReference
 from headrace.errors import BadInput
+from headrace.imports import load_class, load_function, name_of
 
 
 @ALGORITHMS.register
@@ -70,24 +70,14 @@ class ImportedAlgoConfig(AdvantageConfig):
     def check_imports(self) -> None:
         role = self.model_role
         if role and self.teacher is None:
-            raise BadInput(
-                f"the class needs a model as its {role}",
-                key="teacher",
-                fix='Set teacher = "policy", or teacher.name, and teacher.base_url to where it is served.',
-            )
+            fix = 'Set teacher = "policy", or teacher.name, and teacher.base_url to where it is served.'
+            raise BadInput(f"the class needs a model as its {role}", key="teacher", fix=fix)
         if self.teacher is not None and not role:
-            raise BadInput(
-                "the class declares no model_role, so that it has no teacher",
-                key="teacher",
-                fix='Leave teacher out, or declare model_role = "teacher" in the class.',
-            )
-
+            fix = 'Leave teacher out, or declare model_role = "teacher" in the class.'
+            raise BadInput("the class declares no model_role, so that it has no teacher", key="teacher", fix=fix)
         if self.kl is not None and (component := _load(self).action_loss_type) != "rl":
-            raise BadInput(
-                f"the class trains sampled tokens with {component}, and the penalty is a part of rl",
-                key="kl",
-                fix='Leave kl out, or declare action_loss_type = "rl" in the class.',
-            )
+            fact = f"the class trains sampled tokens with {component}, and the penalty is a part of rl"
+            raise BadInput(fact, key="kl", fix='Leave kl out, or declare action_loss_type = "rl" in the class.')
 
     @property
     def model_role(self) -> str:
@@ -111,14 +101,6 @@ class Custom(Algorithm):
         self._function = function
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        for rollout, entry in zip(group, self._entries(group), strict=True):
-            credit = numbers(entry, self._function)
-            try:
-                rollout.assign_advantages(credit)
-            except ValueError as error:
-                raise ValueError(f"{name_of(self._function)} returned {error}") from error
-
-    def _entries(self, group: Sequence[RolloutView]) -> list[Any]:
         given = self._function(group)
         in_order = isinstance(given, Iterable) and not isinstance(given, Mapping | Set | str | bytes)
         entries = list(given) if in_order else None
@@ -128,4 +110,9 @@ class Custom(Algorithm):
                 f"{name_of(self._function)} returned {what} for a group of {len(group)} rollouts: "
                 "it must return one entry for each, a number or one number per completion token"
             )
-        return entries
+        for rollout, entry in zip(group, entries, strict=True):
+            credit = numbers(entry, self._function)
+            try:
+                rollout.assign_advantages(credit)
+            except ValueError as error:
+                raise ValueError(f"{name_of(self._function)} returned {error}") from error

@@ -19,12 +19,12 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView
 from headrace.algorithms.group_credit import GroupCredit, GroupCreditConfig
-from headrace.algorithms.user_function import load_function, name_of
 from headrace.config.algorithms import ALGORITHMS, ImportConfig
 from headrace.config.base import Config, as_table
 from headrace.errors import InvalidValue
+from headrace.imports import load_function, name_of
 from headrace.rollout.merge import observed_roles
-from headrace.rollout.types import ROLES, Rollout, Sample
+from headrace.rollout.types import ROLES, Rollout
 
 Keep = Callable[[Rollout], Any]
 """For each turn of the rollout a mask over its prompt's tokens, or None to keep them all."""
@@ -80,11 +80,8 @@ class EchoConfig(GroupCreditConfig):
     @classmethod
     def _some_role(cls, roles: Any) -> Any:
         if not roles:
-            raise InvalidValue(
-                "echo without a role is grpo",
-                value=roles,
-                fix='Set alpha of a role, as tool.alpha = 0.1, leave roles out for that, or set type = "grpo".',
-            )
+            fix = 'Set alpha of a role, as tool.alpha = 0.1, leave roles out for that, or set type = "grpo".'
+            raise InvalidValue("echo without a role is grpo", value=roles, fix=fix)
         return roles
 
 
@@ -97,7 +94,7 @@ class Echo(Algorithm):
         self._keep = keep
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        masks = None if self._keep is None else _masks(self._keep, rollout.rollout)
+        masks = [] if self._keep is None else _masks(self._keep, rollout.rollout)
         for sample in rollout.samples:
             roles = observed_roles(sample, rollout.rollout.turns)
             if roles is None:
@@ -106,8 +103,10 @@ class Echo(Algorithm):
                     "orchestrator.renderer.name to the renderer of the model's family"
                 )
             weights = self._alphas[roles]
-            if masks is not None:
-                _narrow(weights, sample, masks)
+            for start, turn, prompt_start, length in sample.obs_spans if masks else ():
+                if (mask := masks[turn]) is not None:  # 0 for observed tokens where the mask of their turn is false
+                    place = sample.prompt_length + start
+                    weights[place : place + length] *= mask[prompt_start : prompt_start + length]
             if weights.any():
                 sample.set_stream("ce_weights", weights)
 
@@ -138,12 +137,3 @@ def _masks(keep: Keep, rollout: Rollout) -> list[np.ndarray | None]:
                 f"{len(turn.prompt_ids)} tokens: give one value for each of them, or None to keep them all"
             )
     return masks
-
-
-def _narrow(weights: np.ndarray, sample: Sample, masks: Sequence[np.ndarray | None]) -> None:
-    """Set the weight of observed tokens to 0 where their turn's mask is false."""
-    for start, turn, prompt_start, length in sample.obs_spans:
-        mask = masks[turn]
-        if mask is not None:
-            place = sample.prompt_length + start
-            weights[place : place + length] *= mask[prompt_start : prompt_start + length]

@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Tally
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Tally, numbers
 from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
-from headrace.algorithms.user_function import load_function, name_of, numbers
 from headrace.config.algorithms import FINAL, AdvantageConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue
+from headrace.imports import load_function, name_of
 from headrace.rollout.credit import ROUNDING, Cohort, baseline, center, standardize
 
 Term = Callable[[Sequence[RolloutView]], Any]
@@ -52,11 +52,8 @@ class CreditTermsConfig(AdvantageConfig):
         return "std", False
 
     def make_credit(self, context: MakeContext) -> GroupCredit:
-        return GroupCredit(
-            *self.baseline,
-            penalty=None if self.length_penalty is None else self.length_penalty.make(context.seq_len),
-            terms=self._load_terms(),
-        )
+        penalty = None if self.length_penalty is None else self.length_penalty.make(context.seq_len)
+        return GroupCredit(*self.baseline, penalty=penalty, terms=self._load_terms())
 
     def check_imports(self) -> None:
         self._load_terms()
@@ -92,12 +89,9 @@ class GroupCreditConfig(CreditTermsConfig):
     def problems(self) -> Iterator[InvalidValue]:
         yield from super().problems()
         if self.length_weighted_baseline and self.length_penalty is not None and self.length_penalty.OWN_BASELINE:
-            yield InvalidValue(
-                f'length_penalty.type = "{self.length_penalty.type}" has a baseline of its own, the plain mean',
-                key="length_weighted_baseline",
-                value=True,
-                fix='Leave it out, or set length_penalty.type to "linear" or "overlong".',
-            )
+            fact = f'length_penalty.type = "{self.length_penalty.type}" has a baseline of its own, the plain mean'
+            fix = 'Leave it out, or set length_penalty.type to "linear" or "overlong".'
+            yield self.invalid("length_weighted_baseline", fact, fix)
 
 
 class GroupCredit:
@@ -135,17 +129,13 @@ class GroupCredit:
         if self._of_reward is standardize:
             values, formula = standardize(cohort.rewards, lengths), f"({reward.formula}) / (std(reward) + 1e-6)"
             reward = msgspec.structs.replace(reward, values=values, formula=formula, key="normalize")
-        bonuses = [centered(name_of(term), _bonus(term, group), f"terms.{n}") for n, term in enumerate(self._terms)]
+        bonuses = []
+        for number, term in enumerate(self._terms):
+            bonus = numbers(term(group), term)
+            if bonus.shape != (len(group),):
+                fact = f"{name_of(term)} returned an array of shape {bonus.shape} for a group of {len(group)} rollouts"
+                raise ValueError(f"{fact}: it must return one number for each")
+            bonuses.append(centered(name_of(term), bonus, f"terms.{number}"))
         if self._penalty is not None:
             bonuses.append(centered("length penalty", self._penalty(cohort, tally), "length_penalty"))
         return [reward, *bonuses]
-
-
-def _bonus(term: Term, group: Sequence[RolloutView]) -> np.ndarray:
-    bonus = numbers(term(group), term)
-    if bonus.shape != (len(group),):
-        raise ValueError(
-            f"{name_of(term)} returned an array of shape {bonus.shape} for a group of {len(group)} rollouts: "
-            "it must return one number for each"
-        )
-    return bonus

@@ -48,7 +48,11 @@ class HierarchicalGrpo(Algorithm):
         self._unseen = set(episode_agents)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        self._look_for_names(group)
+        present = {rollout.agent for rollout in group}
+        for name in sorted(self._unseen - present):
+            agents = ", ".join(sorted(present))
+            log.warning("hierarchical_grpo: episode_agents has %r, and the first group is of %s", name, agents)
+        self._unseen = set()  # warned about once, with the first group
         self.tally.count("without_peers", sum(len(members) == 1 for members in self._peers(group)))
         assign(group, self.credit_terms(group)[0].values)
 
@@ -66,11 +70,3 @@ class HierarchicalGrpo(Algorithm):
             episode = rollout.episode if rollout.agent in self._episode_agents else None
             peers.setdefault((rollout.agent, episode), []).append(index)
         return list(peers.values())
-
-    def _look_for_names(self, group: Sequence[RolloutView]) -> None:
-        """Warn once, with the first group, about names in `episode_agents` that no rollout has."""
-        present = {rollout.agent for rollout in group}
-        for name in sorted(self._unseen - present):
-            agents = ", ".join(sorted(present))
-            log.warning("hierarchical_grpo: episode_agents has %r, and the first group is of %s", name, agents)
-        self._unseen = set()

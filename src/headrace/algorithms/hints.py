@@ -68,7 +68,13 @@ class Hints:
     def _make(self, rollout: Rollout, own: np.ndarray, content: str) -> list[int]:
         ids: list[int] = own.tolist()
         for messages in _conversations(rollout, own):
-            plain, hinted = self._render(messages), self._render(self._put(content, messages))
+            roles = [message.get("role") for message in messages]
+            first = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+            hint: list[Message] = [{"role": "user", "content": content}]
+            rest = messages[first:]
+            if rest and roles[first] == "user" and not self._takes_two_in_a_row:
+                hint, rest = [{**rest[0], "content": _joined(content, rest[0].get("content"))}], rest[1:]
+            plain, hinted = self._render(messages), self._render([*messages[:first], *hint, *rest])
             if plain is not None and hinted is not None:
                 same = next((n for n, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), 0)
                 start = len(ids) - (len(plain) - same)
@@ -78,13 +84,6 @@ class Hints:
         message: list[Any] = [{"role": "user", "content": content}]
         alone: list[int] = list(self._renderer.render_ids(message, add_generation_prompt=False))
         return alone + (ids[1:] if ids[:1] == alone[:1] == [self._bos] else ids)
-
-    def _put(self, content: str, messages: Sequence[Message]) -> list[Message]:
-        first = next((n for n, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))
-        system, others = messages[:first], messages[first:]
-        if self._takes_two_in_a_row or not others or others[0].get("role") != "user":
-            return [*system, {"role": "user", "content": content}, *others]
-        return [*system, {**others[0], "content": _joined(content, others[0].get("content"))}, *others[1:]]
 
     @cached_property
     def _takes_two_in_a_row(self) -> bool:
@@ -139,21 +138,19 @@ def conversation_text(messages: Sequence[Message]) -> str:
 def message_text(message: Message) -> str:
     """Return thoughts, text and tool calls of a message, one per line."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
-    calls = [_call_text(call) for call in message.get("tool_calls") or ()]
-    return "\n".join(part for part in (_content_text(thoughts), _content_text(message.get("content")), *calls) if part)
+    parts = [_content_text(thoughts), _content_text(message.get("content"))]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or call
+        arguments = function.get("arguments") or {}
+        given = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        parts.append(f"{function.get('name', '')}({given})")
+    return "\n".join(part for part in parts if part)
 
 
 def _content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
-
-
-def _call_text(call: dict[str, Any]) -> str:
-    function = call.get("function") or call
-    arguments = function.get("arguments") or {}
-    given = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return f"{function.get('name', '')}({given})"
 
 
 def draw_siblings(
@@ -168,7 +165,12 @@ def draw_siblings(
 
     `correct_from` and `incorrect_below` are rewards; at most `negatives` are incorrect; `may_hint` narrows the choice.
     """
-    digests = [_digest(rollout) for rollout in rollouts]
+    digests = []  # of the token ids, the same on every machine
+    for rollout in rollouts:
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in rollout.samples:
+            digest.update(len(sample).to_bytes(8, "little") + sample.token_ids.astype("<i4").tobytes())
+        digests.append(digest.hexdigest())
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for index in sorted(range(len(rollouts)), key=digests.__getitem__):
         rollout = rollouts[index]
@@ -193,12 +195,3 @@ def replies(rollout: Rollout) -> list[Message]:
     """Return the last assistant messages, one per turn; earlier ones are examples in the prompt."""
     own = [message for message in rollout.messages if message.get("role") == "assistant"]
     return own[-len(rollout.turns) :]
-
-
-def _digest(rollout: Rollout) -> str:
-    """Return a digest of the token ids, the same on every machine."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in rollout.samples:
-        digest.update(len(sample).to_bytes(8, "little"))
-        digest.update(sample.token_ids.astype("<i4").tobytes())
-    return digest.hexdigest()

@@ -36,10 +36,8 @@ def make_algorithm(config: AlgorithmConfig, context: MakeContext) -> Algorithm:
     algorithm: Algorithm = config.make(context)
     kl: KlConfig | None = getattr(config, "kl", None)
     if kl is not None and kl.coef > 0:
-        served = context.past if kl.place == "reward" else None
-        algorithm.kl = KlPenalty(
-            kl, context.connect(kl.reference) if isinstance(kl.reference, FrozenModelConfig) else served
-        )
+        frozen = context.connect(kl.reference) if isinstance(kl.reference, FrozenModelConfig) else None
+        algorithm.kl = KlPenalty(kl, frozen or (context.past if kl.place == "reward" else None))
     return algorithm
 
 

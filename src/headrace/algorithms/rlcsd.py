@@ -28,9 +28,9 @@ from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, Rollout
 from headrace.algorithms.group_credit import CreditTermsConfig, GroupCredit
 from headrace.algorithms.hints import Hints, draw_siblings, replies, response_text
 from headrace.algorithms.teacher import TaughtAlgorithm
-from headrace.algorithms.user_function import load_function
 from headrace.config.algorithms import ALGORITHMS, ImportConfig, Promises, check_template
 from headrace.config.model import TeacherReference
+from headrace.imports import load_function
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.credit import contrast, fold, modulate, rollout_mean
 from headrace.rollout.types import Rollout
@@ -142,7 +142,8 @@ class Rlcsd(TaughtAlgorithm):
         tokens = sum(int(sample.mask.sum()) for rollout in rollouts for sample in rollout.samples)
         for rollout, e in zip(rollouts, evidence, strict=True):
             await asyncio.sleep(0)  # let rollouts arrive while a large batch is processed
-            advantages = _read_credit(rollout)
+            credit = [sample.streams["advantages"][sample.mask] for sample in rollout.samples]
+            advantages = np.concatenate(credit).astype(np.float64)
             modulated = np.zeros(len(advantages), np.bool_)
             if e is not None:
                 advantages, modulated = modulate(advantages, e, config.lam, config.tau, config.delta)
@@ -158,15 +159,8 @@ class Rlcsd(TaughtAlgorithm):
         """Return `e` on the trainable tokens of each rollout; None without a contrast or where the teacher failed."""
         config = self._config
         hints = Hints(self.host, TEMPLATE if config.template is None else config.template, PLACEHOLDER)
-        incorrect_below = config.correct_threshold - config.min_contrast_gap
-        drawn = draw_siblings(
-            rollouts,
-            config.correct_threshold,
-            incorrect_below,
-            config.num_negative_hints,
-            self.host.seed,
-            self._hint_filter,
-        )
+        thresholds = config.correct_threshold, config.correct_threshold - config.min_contrast_gap
+        drawn = draw_siblings(rollouts, *thresholds, config.num_negative_hints, self.host.seed, self._hint_filter)
         pairs = list(zip(rollouts, drawn, strict=True))
         jobs = [
             (await hints.prompt(rollout, sample, response_text(sibling)), sample)
@@ -211,29 +205,21 @@ def _contrast(
     rollout: Rollout, hints: int, outcomes: Iterator[np.ndarray | ReferenceFailed]
 ) -> np.ndarray | ReferenceFailed:
     """Return the contrast from the next outcomes: per hint, the positive one first, the scores of every sample."""
-    rows = []
+    rows: list[np.ndarray] = []
     failure = None
     for _ in range(hints):
         scores = []
         for sample in rollout.samples:
-            outcome = next(outcomes)
-            if isinstance(outcome, ReferenceFailed):
+            if isinstance(outcome := next(outcomes), ReferenceFailed):
                 failure = outcome
             else:
                 scores.append(outcome[sample.mask])
-        rows.append(scores)
-    if failure is not None:
-        return failure
-    positive, *negatives = map(np.concatenate, rows)
-    return contrast(positive, np.array(negatives))
-
-
-def _read_credit(rollout: Rollout) -> np.ndarray:
-    """Return the advantages of the trainable tokens, samples end to end."""
-    return np.concatenate([sample.streams["advantages"][sample.mask] for sample in rollout.samples]).astype(np.float64)
+        rows.append(np.concatenate(scores) if failure is None else np.empty(0))
+    return contrast(rows[0], np.array(rows[1:])) if failure is None else failure
 
 
 def _write_credit(rollout: Rollout, advantages: np.ndarray) -> None:
+    """Set the advantages of the trainable tokens, samples end to end."""
     start = 0
     for sample in rollout.samples:
         stream = sample.streams["advantages"].copy()

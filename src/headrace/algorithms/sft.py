@@ -13,7 +13,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from headrace.algorithms.base import Algorithm, MakeContext
-from headrace.algorithms.teacher import DistillationConfig
+from headrace.algorithms.teacher import SET_TEACHER, DistillationConfig
 from headrace.config.algorithms import ALGORITHMS, AlgoSamplingConfig
 from headrace.config.model import ModelReference, describe_model
 from headrace.errors import InvalidValue
@@ -39,19 +39,13 @@ class SftAlgoConfig(DistillationConfig):
     def _teacher_is_source(self) -> Self:
         teacher, source = self.teacher, self.sampling.source
         if teacher is not None and "source" in self.sampling.model_fields_set and teacher != source:
-            raise InvalidValue(
-                f"another name of sampling.source, which is {describe_model(source)}",
-                key="teacher",
-                value=describe_model(teacher),
-                fix="Give one of them, or the same value twice.",
-            )
+            fact = f"another name of sampling.source, which is {describe_model(source)}"
+            fix = "Give one of them, or the same value twice."
+            raise InvalidValue(fact, key="teacher", value=describe_model(teacher), fix=fix)
         source = source if teacher is None else teacher
         if source == "policy":
-            raise InvalidValue(
-                "sft learns what another model writes, and would sample from the policy",
-                key="teacher",
-                fix="Set teacher.name, and teacher.base_url to where it is served.",
-            )
+            fact = "sft learns what another model writes, and would sample from the policy"
+            raise InvalidValue(fact, key="teacher", fix=SET_TEACHER)
         object.__setattr__(self, "sampling", AlgoSamplingConfig(source=source))
         object.__setattr__(self, "teacher", None)
         return self

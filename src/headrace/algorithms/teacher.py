@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Job = tuple[list[int], Sample]
 """The tokens of a prompt, and the sample whose completion is scored after it instead of after its own prompt."""
 
+SET_TEACHER = "Set teacher.name, and teacher.base_url to where it is served."
 NO_REFERENCE = "no_reference"
 """The drop reason of a rollout that the teacher did not score completely."""
 MAX_FAILURES_IN_A_ROW = 3
@@ -60,10 +61,8 @@ class TaughtAlgorithm(Algorithm):
         """Count prompts whose conversation is unknown, so that hints are not in it but before it."""
         if prompts:
             self.tally.count("hints_apart", prompts)
-            words = (
-                "%s: %d prompts are not what the messages of their rollouts render to: their hints stand before them "
-            )
-            words += "as conversations of their own; an environment's `messages` should be those of its prompts"
+            words = "%s: %d prompts are not what the messages of their rollouts render to: their hints stand before "
+            words += "them as conversations of their own; an environment's `messages` should be those of its prompts"
             log.warning(words, self.host.env, prompts)
 
     async def distil(self, batch: Sequence[Survivor], prompts: Sequence[list[int]] | None = None) -> None:
@@ -172,16 +171,8 @@ class FrozenTeacherConfig(AlgorithmConfig):
     def problems(self) -> Iterator[InvalidValue]:
         yield from super().problems()
         if self.teacher is None:
-            yield InvalidValue(
-                f"{self.type} needs a teacher, which is not set",
-                key="teacher",
-                fix="Set teacher.name, and teacher.base_url to where it is served.",
-            )
+            yield InvalidValue(f"{self.type} needs a teacher, which is not set", key="teacher", fix=SET_TEACHER)
         if self.teacher == "policy":
-            yield InvalidValue(
-                "the KL of the policy to itself is zero",
-                key="teacher",
-                value="policy",
-                fix='Set teacher.name and teacher.base_url of another model, or type = "opsd", where the policy learns '
-                "from a demonstration.",
-            )
+            fix = "Set teacher.name and teacher.base_url of another model, "
+            fix += 'or type = "opsd", where the policy learns from a demonstration.'
+            yield self.invalid("teacher", "the KL of the policy to itself is zero", fix)

@@ -1,12 +1,17 @@
-"""Sample from a model, and score texts with it: through a server that is found, or started for as long as needed."""
+"""Sample from a model, score texts with it, and evaluate models on an environment, as `headrace eval` does.
+
+A model is used through a server that is found, or started for as long as needed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -18,8 +23,18 @@ from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import OpenAIClient
 from headrace.inference.client.reference import ScoreRoute, prompt_scores
+from headrace.launch.own_code import add_code_folders_of
+from headrace.launch.process import set_variables
+from headrace.launch.saved_config import evaluation_directory, read_run
 from headrace.launch.server_target import KEY_VAR, find_server, start_server
+from headrace.observe.console import SafeConsole
 from headrace.orchestrator.shutdown import run_loop
+from headrace.tools.evaluate import evaluation as evaluating
+from headrace.tools.evaluate.candidates import Candidate, find_models, run_environment
+from headrace.tools.evaluate.episodes import Evaluation
+from headrace.tools.evaluate.report import show_progress
+from headrace.tools.evaluate.results import ModelResult
+from headrace.transport.run_dir import RunDir
 
 T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -101,7 +116,15 @@ class Model:
     ) -> list[np.ndarray]:
         """Return the logprob of each token of each completion, a text or token ids, after its prompt."""
         pairs = list(zip(_several(prompts), completions, strict=True))
-        return self._finish([self._score(prompt, completion, temperature) for prompt, completion in pairs])
+
+        async def score(prompt: Prompt, completion: str | Sequence[int]) -> np.ndarray:
+            ids = await self._tokenize(prompt)
+            if isinstance(completion, str):
+                completion = await self._tokenize(completion, add_special_tokens=False)
+            scores = await prompt_scores(self._client, ScoreRoute.GENERATE, [*ids, *completion], temperature)
+            return scores[len(ids) :]
+
+        return self._finish([score(*pair) for pair in pairs])
 
     def close(self) -> None:
         self._stack.close()
@@ -135,13 +158,6 @@ class Model:
             Completion(each.text, each.token_ids, np.array(each.logprobs.token_logprobs), each.finish_reason)
             for each in found
         ]
-
-    async def _score(self, prompt: Prompt, completion: str | Sequence[int], temperature: float) -> np.ndarray:
-        ids = await self._tokenize(prompt)
-        text = isinstance(completion, str)
-        after = await self._tokenize(completion, add_special_tokens=False) if text else list(completion)  # type: ignore[arg-type]
-        scores = await prompt_scores(self._client, ScoreRoute.GENERATE, [*ids, *after], temperature)
-        return scores[len(ids) :]
 
 
 def sample(
@@ -184,3 +200,54 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts, also of one."""
     is_one = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
     return [prompts] if is_one else prompts  # type: ignore[return-value, list-item]
+
+
+Evaluated = str | os.PathLike[str] | Run
+
+
+def evaluate(
+    models: Evaluated | Sequence[Evaluated],
+    env: str = "",
+    *,
+    env_args: Mapping[str, Any] | None = None,
+    output: Path | None = None,
+    permanent: bool = False,
+    temperature: float = 0.0,
+    max_tokens: int | None = None,
+    **settings: Any,
+) -> list[ModelResult]:
+    """Return the scores, lengths and failures of models, runs, checkpoints or servers on an environment.
+
+    Without `env` it is the environment of the run. `permanent`: the permanent checkpoints of a run, not its final
+    model. Further settings are those of `Evaluation`: `samples`, `num_examples`, `seed`, ... An evaluation that was
+    stopped continues from its `output`.
+    """
+    several = [models] if isinstance(models, str | os.PathLike | Run) else models
+    names = [str(model.path) if isinstance(model, Run) else os.fspath(model) for model in several]
+    sampling = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
+    asked = Evaluation(output or Path(), env, dict(env_args or {}), sampling, **settings)
+    evaluation, candidates, _ = complete(asked, names, permanent=permanent)
+    with show_progress(SafeConsole(stderr=True)) as progress:
+        outcomes = blocking(evaluating.evaluate(evaluation, candidates, progress))
+    return [outcome.result for outcome in outcomes]
+
+
+def complete(
+    evaluation: Evaluation, models: Sequence[str], *, permanent: bool
+) -> tuple[Evaluation, list[Candidate], str]:
+    """Fill in the environment of the models' run and the output directory; returns the models and a name, too."""
+    candidates = find_models(models, permanent=permanent)
+    subject = evaluation.env
+    if not evaluation.env:
+        own = run_environment(candidates)
+        evaluation = evaluation._replace(env=own.id, args=own.args | evaluation.args)
+        subject = own.name
+        print(f"on {own.name}, as {own.run} has it", file=sys.stderr)
+    runs = list(dict.fromkeys(candidate.run for candidate in candidates if candidate.run is not None))
+    for run in runs:
+        add_code_folders_of(RunDir(run))  # the environment may be the run's own code
+    if runs:
+        set_variables(read_run(runs[0]).launch)  # locations of its data, above all HF_HOME
+    if evaluation.output == Path():
+        evaluation = evaluation._replace(output=evaluation_directory(runs[0] if runs else None, subject))
+    return evaluation, candidates, subject

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from headrace.errors import BadInput, Failure
 from headrace.launch.run_directory import LAUNCHER, checkpoints, find_run, in_use
@@ -129,7 +130,9 @@ class Run:
         rows = [{**history.steps.get(step, {}), **history.trained.get(step, {}), "step": step} for step in steps]
         known = dict.fromkeys(name for row in rows for name in row)
         if missing := [name for name in names if name not in known]:
-            raise BadInput("not a metric of this run", key="metric", value=missing[0], fix=_similar(missing[0], known))
+            near = difflib.get_close_matches(missing[0], known, n=3, cutoff=0.5)
+            fix = f"Did you mean {' or '.join(near)}?" if near else "Run.metrics() without names returns all."
+            raise BadInput("not a metric of this run", key="metric", value=missing[0], fix=fix)
         columns = ["step", *names] if names else sorted(known, key=lambda name: (name != "step", name))
         return pa.table({name: [row.get(name) for row in rows] for name in columns})
 
@@ -251,10 +254,3 @@ def _events_of(record: Record) -> Iterator[Event]:
         yield Event("step", record["step"], record)
     if any(name.startswith("eval/") and "/avg@" in name for name in record):
         yield Event("evaluation", record["step"], record)
-
-
-def _similar(name: str, known: Sequence[str] | dict[str, Any]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"Did you mean {' or '.join(near)}?" if near else "Run.metrics() without names returns all."

@@ -78,7 +78,11 @@ def start(
     its newest checkpoint, or from that of a step. `clean`: delete it first. Invalid settings raise `ConfigError` here.
     """
     folder = TemporaryDirectory(prefix="headrace-run-")
-    files = _files(config, Path(folder.name))
+    if isinstance(config, Mapping):
+        files = [Path(folder.name) / "run.toml"]
+        files[0].write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
+    else:
+        files = [Path(config)] if isinstance(config, str | Path) else [Path(file) for file in config]
     words = _options(overrides or {})
     add_code_folders(files)
     kind = kind_of(files) or RunConfig
@@ -122,14 +126,6 @@ def _identity(file: Path) -> tuple[int, int] | None:
         return None
     status = file.stat()
     return status.st_ino, status.st_mtime_ns
-
-
-def _files(config: RunFile | Sequence[str | Path], folder: Path) -> list[Path]:
-    if isinstance(config, Mapping):
-        file = folder / "run.toml"
-        file.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
-        return [file]
-    return [Path(config)] if isinstance(config, str | Path) else [Path(file) for file in config]
 
 
 def _options(overrides: Mapping[str, Any], above: str = "") -> list[str]:

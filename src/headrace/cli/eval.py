@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.api.evaluation import complete
+from headrace.api.model import complete
 from headrace.cli.common import add_format, importable, output_console, positive
 from headrace.config.model import RendererConfig, SamplingConfig
 from headrace.errors import BadInput

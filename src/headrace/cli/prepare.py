@@ -77,7 +77,7 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
     from headrace.text import import_renderers
 
     import_renderers()
-    from headrace.algorithms.user_function import load_function
+    from headrace.imports import load_function
     from headrace.launch.checks import check_run
     from headrace.launch.origin import model_of_run, resolve, resolve_again
     from headrace.launch.resources import plan_here

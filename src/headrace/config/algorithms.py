@@ -101,22 +101,18 @@ class KlConfig(Config):
 
     def problems(self) -> Iterator[InvalidValue]:
         if self.estimator == "k1" and self.place == "loss":
-            yield self.invalid(
-                "estimator",
-                "the expected gradient of k1 in the loss is 0 on the policy's own samples: it would only add noise",
-                'Set estimator to "k3" or "k2", or place = "reward".',
-            )
+            fact = "the expected gradient of k1 in the loss is 0 on the policy's own samples: it would only add noise"
+            yield self.invalid("estimator", fact, 'Set estimator to "k3" or "k2", or place = "reward".')
         if self.place == "reward" and self.ratio:
             fact = "a penalty in the reward is that of the policy that sampled: the ratio is 1"
             yield self.invalid("ratio", fact, 'Leave it out, or set place = "loss".')
         if self.place == "reward" and isinstance(self.reference, PastPolicyConfig):
-            yield InvalidValue(
+            fact = (
                 'place = "reward" charges a rollout when it arrives, before it is known which step it is trained in, '
-                "and so which past policy is its reference",
-                key="reference",
-                value=self.reference.model_dump(),
-                fix='Set reference = "start", a frozen model, or place = "loss".',
             )
+            fact += "and so which past policy is its reference"
+            fix = 'Set reference = "start", a frozen model, or place = "loss".'
+            yield InvalidValue(fact, key="reference", value=self.reference.model_dump(), fix=fix)
 
 
 class AlgorithmConfig(Alternative):
@@ -200,12 +196,9 @@ class AlgorithmConfig(Alternative):
     def problems(self) -> Iterator[InvalidValue]:
         source = self.sampling.source
         if self.ON_POLICY and source != "policy":
-            yield InvalidValue(
-                f"{self.type} trains on what the policy itself sampled, with its logprobs",
-                key="sampling.source",
-                value=source.name,
-                fix='Set sampling.source = "policy", or type = "sft" to learn what another model writes.',
-            )
+            fact = f"{self.type} trains on what the policy itself sampled, with its logprobs"
+            fix = 'Set sampling.source = "policy", or type = "sft" to learn what another model writes.'
+            yield InvalidValue(fact, key="sampling.source", value=source.name, fix=fix)
 
 
 class AdvantageConfig(AlgorithmConfig):
@@ -223,15 +216,11 @@ def hinted_length(seq_len: int) -> int:
 def check_template(template: str | None, placeholder: str) -> str | None:
     """Return the template; raise if it lacks the placeholder, or has another one that would not be replaced."""
     if template is not None and placeholder not in template:
-        raise InvalidValue(
-            f"the template has no {placeholder} in it", value=template, fix="Write it where the text belongs."
-        )
+        fact, fix = f"the template has no {placeholder} in it", "Write it where the text belongs."
+        raise InvalidValue(fact, value=template, fix=fix)
     # A brace that follows a word or a power is LaTeX: \boxed{answer}, x^{n}.
     others = [name for name in re.findall(r"(?<![\w\\^}])\{[A-Za-z_]\w*\}", template or "") if name != placeholder]
     if others:
-        raise InvalidValue(
-            f"the template has {others[0]} in it, which nothing replaces",
-            value=template,
-            fix=f"Write {placeholder} alone.",
-        )
+        fact, fix = f"the template has {others[0]} in it, which nothing replaces", f"Write {placeholder} alone."
+        raise InvalidValue(fact, value=template, fix=fix)
     return template

@@ -167,11 +167,6 @@ def type_values(section: type[BaseModel]) -> tuple[Any, ...]:
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
-def is_type_of(section: type[BaseModel], value: Any) -> bool:
-    """Return whether this `type` chooses the section; an import path chooses one that takes any text."""
-    return value in type_values(section) or (":" in str(value) and not type_values(section))
-
-
 def sections_at(kind: type[BaseModel], path: Iterable[str]) -> list[type[BaseModel]]:
     """Return the section types that a path of keys may hold, each once; positions in lists do not matter."""
     sections = [kind]
@@ -209,13 +204,13 @@ def merge_names(explicit: Any, given: Any, name: str, other: str) -> Any:
         return {**explicit, **given, **both}
     if isinstance(explicit, list) and isinstance(given, list) and len(explicit) == len(given):
         return [merge_names(*pair, name, other) for pair in zip(explicit, given, strict=True)]
-    if _as_list(explicit) != _as_list(given):
-        raise InvalidValue(
+    one, two = (value if isinstance(value, list) else [value] for value in (explicit, given))
+    if one != two:
+        fact, fix = (
             f"another name of {name}, which is {shown_value(explicit)}",
-            key=other,
-            value=given,
-            fix="Give one of them, or the same value twice.",
+            "Give one of them, or the same value twice.",
         )
+        raise InvalidValue(fact, key=other, value=given, fix=fix)
     return explicit
 
 
@@ -223,8 +218,3 @@ def _expand_like(value: Any, other: Any) -> Any:
     """Write a plain value as a table where the other one is a table that such a value may stand for."""
     short = next((key for key in ("type", "import_path", "alpha") if isinstance(other, dict) and key in other), None)
     return value if short is None else as_table(value, short, (str, int, float))
-
-
-def _as_list(value: Any) -> Any:
-    """Return a single value as a list of one."""
-    return value if isinstance(value, list) else [value]

@@ -63,7 +63,6 @@ def parse_yaml(text: str) -> Any:
 def read_file(path: Path) -> Tree:
     """Read a run file: YAML by its suffix, else TOML, where the text "null" is read as null."""
     text = _read_text(path)
-    _check_digest(text, path)
     if path.suffix not in (".yaml", ".yml"):
         tree = _texts_to_nulls(_parse_toml(text, path))
         assert isinstance(tree, dict)
@@ -78,18 +77,16 @@ def read_file(path: Path) -> Tree:
 
 
 def read_toml(path: Path) -> Tree:
-    text = _read_text(path)
-    _check_digest(text, path)
-    return _parse_toml(text, path)
+    return _parse_toml(_read_text(path), path)
 
 
 def has_digest(path: Path) -> bool:
     """Return whether a run file has a digest; raise `ConfigError` if it differs from it."""
-    return _check_digest(_read_text(path), path)
+    return _DIGEST.search(_read_text(path)) is not None
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a run file, which may begin with a byte order mark."""
+    """Return the text of a run file, which may begin with a byte order mark; raise if it differs from its digest."""
     if path.is_dir():
         own = path / "config.toml"
         fix = f"Name its file: {own}" if own.is_file() else "Name a run file in it."
@@ -101,22 +98,17 @@ def _read_text(path: Path) -> str:
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError("the text is UTF-16", file=path, fix="Save the file as UTF-8.")
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"byte {content[error.start]:#x} is not UTF-8", file=path, line=line, fix="Save the file as UTF-8."
-        ) from error
-
-
-def _check_digest(text: str, path: Path) -> bool:
-    """Raise if a configuration that a run has saved differs from its digest; return whether it has one."""
-    line = _DIGEST.search(text)
-    if line is not None and digest_of(text[: line.start()].encode()) != line[1]:
+        fact, fix = f"byte {content[error.start]:#x} is not UTF-8", "Save the file as UTF-8."
+        raise ConfigError(fact, file=path, line=line, fix=fix) from error
+    saved = _DIGEST.search(text)
+    if saved is not None and digest_of(text[: saved.start()].encode()) != saved[1]:
         fact = "differs from what the run saved: edited, or damaged"
         fix = "Check its values, correct what is wrong, and delete its last line, the digest."
         raise ConfigError(fact, file=path, fix=fix)
-    return line is not None
+    return text
 
 
 def _parse_toml(text: str, path: Path) -> Tree:

@@ -153,12 +153,9 @@ class FrozenModelConfig(Config):
     @classmethod
     def _require_server(cls, given: Any) -> Any:
         if isinstance(given, dict) and not given.get("base_url"):
-            raise InvalidValue(
-                f"the server of {given.get('name', 'a frozen model')} is not set",
-                key="base_url",
-                value=given.get("base_url"),
-                fix='Set base_url = "http://host:port/v1".',
-            )
+            fact = f"the server of {given.get('name', 'a frozen model')} is not set"
+            fix = 'Set base_url = "http://host:port/v1".'
+            raise InvalidValue(fact, key="base_url", value=given.get("base_url"), fix=fix)
         return given
 
     @field_validator("base_url", mode="before")
@@ -171,10 +168,8 @@ class FrozenModelConfig(Config):
     def _names_a_variable(cls, given: str | None) -> str | None:
         if given is not None and not re.fullmatch(r"[A-Za-z_]\w*", given):
             # The value is not shown: it may be a key, by mistake.
-            raise InvalidValue(
-                "not the name of an environment variable",
-                fix="Put the key into a variable, and write the name of the variable here, never the key itself.",
-            )
+            fix = "Put the key into a variable, and write the name of the variable here, never the key itself."
+            raise InvalidValue("not the name of an environment variable", fix=fix)
         return given
 
     @field_validator("headers", mode="before")
@@ -207,10 +202,9 @@ def only_text(text: str, other: str = "") -> BeforeValidator:
 
     def check(given: Any) -> Any:
         if isinstance(given, str) and given != text:
+            fix = f'Write "{text}", {other}or a table: {{ name = "{given}", base_url = "http://host:port/v1" }}.'
             raise InvalidValue(
-                f'a text other than "{text}" does not say where the model is served',
-                value=given,
-                fix=f'Write "{text}", {other}or a table: {{ name = "{given}", base_url = "http://host:port/v1" }}.',
+                f'a text other than "{text}" does not say where the model is served', value=given, fix=fix
             )
         return given
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.config.base import Config, as_table, rename_key
-from headrace.config.curriculum import CurriculumConfig
+from headrace.config.environments import CurriculumConfig
 from headrace.config.model import HttpUrl, ModelConfig, PastPolicyConfig, RendererConfig, SamplingConfig
 from headrace.config.registry import Alternative, Registry
 from headrace.errors import InvalidValue
@@ -156,11 +156,9 @@ class ClientConfig(Config):
 
     def resolve_timeouts(self, *, alternating: bool) -> tuple[float, float]:
         """Return `timeout` and `retry_for` in seconds, with defaults for unset ones."""
-        timeout, retry_for = (3600.0, 3600.0) if alternating else (600.0, 300.0)
-        return (
-            timeout if self.timeout is None else self.timeout,
-            retry_for if self.retry_for is None else self.retry_for,
-        )
+        defaults = (3600.0, 3600.0) if alternating else (600.0, 300.0)
+        timeout, retry_for = self.timeout, self.retry_for
+        return defaults[0] if timeout is None else timeout, defaults[1] if retry_for is None else retry_for
 
 
 class OrchestratorRendererConfig(RendererConfig):
@@ -202,13 +200,12 @@ def _default_pre_filters() -> list[FilterConfig]:
     return [FILTERS.section(name).model_validate({}) for name in ("gibberish", "repetition", "zero_advantage")]
 
 
-def _default_post_filters() -> list[FilterConfig]:
-    return [_enforced_after_batch(entry) for entry in _default_pre_filters()]
-
-
-def _enforced_after_batch(entry: FilterConfig) -> FilterConfig:
-    unset = "enforce" not in entry.model_fields_set
-    return entry.model_copy(update={"enforce": True}) if entry.READS_ADVANTAGES and unset else entry
+def _enforced_after_batch(filters: list[FilterConfig]) -> list[FilterConfig]:
+    """Enforce filters of advantages, unless `enforce` is set."""
+    unset = [entry.READS_ADVANTAGES and "enforce" not in entry.model_fields_set for entry in filters]
+    return [
+        e.model_copy(update={"enforce": True}) if is_unset else e for e, is_unset in zip(filters, unset, strict=True)
+    ]
 
 
 class OrchestratorConfig(Config):
@@ -242,7 +239,9 @@ class OrchestratorConfig(Config):
     """The run fails after this many consecutive batches without trainable rollouts; unset: never."""
     pre_batch_filters: list[FilterConfig] = Field(default_factory=_default_pre_filters)
     """Filters that keep rollouts out of a batch; with enforce = false they only count them."""
-    post_batch_filters: list[FilterConfig] = Field(default_factory=_default_post_filters)
+    post_batch_filters: Annotated[list[FilterConfig], AfterValidator(_enforced_after_batch)] = Field(
+        default_factory=lambda: _enforced_after_batch(_default_pre_filters())
+    )
     """Filters that drop rollouts of a full batch; with enforce = false they only count them."""
     routed_experts: bool = False
     """Have engines return the experts of each sampled token. A run sets it where the trainer needs it
@@ -278,11 +277,6 @@ class OrchestratorConfig(Config):
             value["post_batch_filters"] = value.pop("filters")
         return _fold_advantage(value)
 
-    @field_validator("post_batch_filters")
-    @classmethod
-    def _zero_advantage_is_enforced(cls, given: list[FilterConfig]) -> list[FilterConfig]:
-        return [_enforced_after_batch(entry) for entry in given]
-
     def algo_of(self, env: TrainEnvConfig) -> AlgorithmConfig:
         """Return an environment's own algorithm, else the inherited one."""
         return self.algo if env.algo is None else env.algo
@@ -314,12 +308,9 @@ class OrchestratorConfig(Config):
 
     def problems(self) -> Iterator[InvalidValue]:
         if self.max_async_level > self.max_off_policy_steps:
-            yield self.invalid(
-                "max_async_level",
-                f"above max_off_policy_steps, which is {self.max_off_policy_steps}: what is sampled that far ahead "
-                "would be dropped as too old",
-                "Lower max_async_level, or raise max_off_policy_steps.",
-            )
+            fact = f"above max_off_policy_steps, which is {self.max_off_policy_steps}: "
+            fact += "what is sampled that far ahead would be dropped as too old"
+            yield self.invalid("max_async_level", fact, "Lower max_async_level, or raise max_off_policy_steps.")
         for slot in ("pre_batch_filters", "post_batch_filters"):
             names = [entry.label for entry in getattr(self, slot)]
             for number, name in enumerate(names):
@@ -375,19 +366,14 @@ class OrchestratorConfig(Config):
             yield InvalidValue("not set, while other environments have a ratio", key=f"{key}.ratio", fix=fix)
         if self.train_temperature(env) == 0:
             own = "train" if env.sampling.temperature is None else key
-            fix = "Set a temperature above 0; evaluation may be greedy."
-            yield InvalidValue(
-                "greedy samples have no usable logprobs", key=f"{own}.sampling.temperature", value=0, fix=fix
-            )
+            fact, fix = "greedy samples have no usable logprobs", "Set a temperature above 0; evaluation may be greedy."
+            yield InvalidValue(fact, key=f"{own}.sampling.temperature", value=0, fix=fix)
         yield from self._algorithm_problems("algo" if env.algo is None else f"{key}.algo", self.algo_of(env))
         gate = env.curriculum.gate
         if gate is not None and gate.READS_ADVANTAGES and not self.algo_of(env).HAS_ADVANTAGES:
-            yield InvalidValue(
-                f"the gate looks at advantages, and {self.algo_of(env).type} gives none",
-                key=f"{key}.curriculum.gate",
-                value=gate.type,
-                fix='Leave it out, or set type = "none".',
-            )
+            fact = f"the gate looks at advantages, and {self.algo_of(env).type} gives none"
+            fix = 'Leave it out, or set type = "none".'
+            yield InvalidValue(fact, key=f"{key}.curriculum.gate", value=gate.type, fix=fix)
 
     def _algorithm_problems(self, key: str, algo: AlgorithmConfig) -> Iterator[InvalidValue]:
         penalty = getattr(algo, "length_penalty", None)

@@ -72,17 +72,14 @@ class Registry(Generic[T]):
         table = base.expand_shorthands(dict(table))
         chosen = table.get("type", self.default)
         if chosen is None:
-            fix = f"Set one of {', '.join(self.names)}."
-            raise InvalidValue("not set", key="type", fix=fix)
+            raise InvalidValue("not set", key="type", fix=f"Set one of {', '.join(self.names)}.")
         if self.tag(table) not in self._sections:
-            raise InvalidValue(f"unknown {self.kind}", key="type", value=chosen, fix=self._suggest(str(chosen)))
+            close = difflib.get_close_matches(str(chosen), self.names, n=1)
+            own = "; your own is named by import path, package.module:Class" if IMPORTED in self._sections else ""
+            fix = f"{f'Did you mean {close[0]}? ' if close else ''}Known: {', '.join(self.names)}{own}."
+            raise InvalidValue(f"unknown {self.kind}", key="type", value=chosen, fix=fix)
         self._refuse_keys_of_others(table, str(chosen))
         return table
-
-    def _suggest(self, chosen: str) -> str:
-        close = difflib.get_close_matches(chosen, self.names, n=1)
-        own = "; your own is named by import path, package.module:Class" if IMPORTED in self._sections else ""
-        return f"{f'Did you mean {close[0]}? ' if close else ''}Known: {', '.join(self.names)}{own}."
 
     def _refuse_keys_of_others(self, table: dict[str, Any], chosen: str) -> None:
         keys = self.section(chosen).model_fields

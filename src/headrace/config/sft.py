@@ -50,11 +50,8 @@ class ColumnsConfig(Config):
     def problems(self) -> Iterator[InvalidValue]:
         if self.messages is not None and (self.prompt is not None or self.completion is not None):
             other = "prompt" if self.prompt is not None else "completion"
-            yield self.invalid(
-                "messages",
-                f"{other} is set, too, and a row is read as one of the two forms",
-                "Name messages, or prompt and completion.",
-            )
+            fact = f"{other} is set, too, and a row is read as one of the two forms"
+            yield self.invalid("messages", fact, "Name messages, or prompt and completion.")
 
 
 class SourceConfig(Config):
@@ -84,12 +81,8 @@ class SourceConfig(Config):
             value = getattr(self, key, None)
             shown = value.model_dump(exclude_none=True) if isinstance(value, Config) else value
             if not {*given} & {*owners} and shown not in (None, {}):
-                yield InvalidValue(
-                    f"belongs to {' or '.join(owners)}, and {given[0] if given else 'nothing'} is given",
-                    key=key,
-                    value=shown,
-                    fix="Leave it out." if given else one,
-                )
+                fact = f"belongs to {' or '.join(owners)}, and {given[0] if given else 'nothing'} is given"
+                yield InvalidValue(fact, key=key, value=shown, fix="Leave it out." if given else one)
         if not given:
             yield InvalidValue("no source of examples is set", fix=one)
 
@@ -130,11 +123,8 @@ class HeldOutConfig(SourceConfig):
     def problems(self) -> Iterator[InvalidValue]:
         yield from super().problems()
         if self.name is not None and self.split is None:
-            yield InvalidValue(
-                "required with name, and not set",
-                key="split",
-                fix="Set the split of the dataset that is for validation.",
-            )
+            fix = "Set the split of the dataset that is for validation."
+            yield InvalidValue("required with name, and not set", key="split", fix=fix)
 
 
 class SftDataConfig(ConversationsConfig, TrainingDataConfig):
@@ -202,11 +192,8 @@ class OfflineConfig(TrainingConfig):
         if "eval" in self.model_fields_set and not self.eval.env:
             yield InvalidValue(NOTHING_EVALUATED, key="eval.env", fix="Add an [[eval.env]], or leave the section out.")
         if self.launch.sharing == "alternate":
-            yield self.invalid(
-                "launch.sharing",
-                "the trainer of such a run never waits, so that evaluation would never get the GPU",
-                "Leave it out.",
-            )
+            fact = "the trainer of such a run never waits, so that evaluation would never get the GPU"
+            yield self.invalid("launch.sharing", fact, "Leave it out.")
 
     @property
     def evaluates(self) -> bool:
@@ -219,28 +206,15 @@ class OfflineConfig(TrainingConfig):
 
     def server(self) -> InferenceConfig:
         """Return the server's configuration, filled from the run's keys."""
-        return self.inference.model_copy(
-            update={
-                "model": self.model,
-                "output_dir": self.output_dir,
-                "renderer": self.renderer,
-                "seed": self.seed,
-                "max_model_len": self.inference.max_model_len or self.seq_len,
-            }
-        )
+        filled = {key: getattr(self, key) for key in ("model", "output_dir", "renderer", "seed")}
+        longest = self.inference.max_model_len or self.seq_len
+        return self.inference.model_copy(update={**filled, "max_model_len": longest})
 
     def evaluator(self) -> OrchestratorConfig:
         """Return the configuration of an orchestrator that only evaluates."""
-        return OrchestratorConfig(
-            model=self.model,
-            output_dir=self.output_dir,
-            max_steps=self.max_steps,
-            seq_len=self.server().max_model_len,
-            seed=self.seed,
-            renderer=OrchestratorRendererConfig(**self.renderer.model_dump()),
-            eval=self.eval,
-            drift_probes=0,
-        )
+        shared = {key: getattr(self, key) for key in ("model", "output_dir", "max_steps", "seed", "eval")}
+        renderer = OrchestratorRendererConfig(**self.renderer.model_dump())
+        return OrchestratorConfig(**shared, seq_len=self.server().max_model_len, renderer=renderer, drift_probes=0)
 
 
 class SftConfig(OfflineConfig):
@@ -267,8 +241,5 @@ class SftConfig(OfflineConfig):
     def problems(self) -> Iterator[InvalidValue]:
         yield from super().problems()
         if self.data.env is not None and self.validation is not None and self.validation.fraction is not None:
-            yield self.invalid(
-                "validation.fraction",
-                "a share of the rows is held out, and the demonstrations of data.env have no end",
-                "Set validation.env instead.",
-            )
+            fact = "a share of the rows is held out, and the demonstrations of data.env have no end"
+            yield self.invalid("validation.fraction", fact, "Set validation.env instead.")

@@ -25,11 +25,6 @@ def _by_type(default: str, noun: str, known: str) -> Discriminator:
     return Discriminator(chosen, custom_error_type=f"unknown_{noun}", custom_error_message=message)
 
 
-def _checkpointing(value: Any) -> Any:
-    """Read true as `full`, and "none" as false."""
-    return {"True": "full", "none": False}.get(str(value), value)
-
-
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -281,7 +276,8 @@ class TrainingConfig(Config):
     """Attention implementation: `sdpa` runs anywhere, the others on a GPU in bfloat16; `cudnn` uses `flash` for rows of
     several sequences. `auto` is the fastest available one."""
     activation_checkpointing: Annotated[
-        Literal["auto", False, "attention", "full", "selective"], BeforeValidator(_checkpointing)
+        Literal["auto", False, "attention", "full", "selective"],
+        BeforeValidator(lambda value: {"True": "full", "none": False}.get(str(value), value)),
     ] = "auto"
     """Recompute each layer in the backward pass: `full` (or true) all of it, `attention` all but attention, `selective`
     all but attention and matrix products. `auto`: as little as fits into GPU memory; nothing on a CPU."""

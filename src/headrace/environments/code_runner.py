@@ -163,7 +163,11 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
     status = 1
     leave, read, write, execute, evaluate, dumps = os._exit, os.read, os.write, exec, eval, json.dumps
     try:
-        _confine(job, directory, descriptors, is_program=test["kind"] == "program")
+        os.setsid()
+        os.chdir(directory)
+        os.environ.update(HOME=directory, TMPDIR=directory)
+        _take_descriptors(*descriptors, is_program=test["kind"] == "program")
+        give_up_rights(job, directory)
         solution = ModuleType("__main__" if test["kind"] == "program" else "solution")
         sys.modules[solution.__name__] = solution
         try:
@@ -186,15 +190,6 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
         sys.stdout.flush()
     finally:  # exceptions are not reported
         leave(status & 0xFF)
-
-
-def _confine(job: Job, directory: str, descriptors: tuple[int, int, int], *, is_program: bool) -> None:
-    """Give the process its own session, directory, limits and descriptors."""
-    os.setsid()
-    os.chdir(directory)
-    os.environ.update(HOME=directory, TMPDIR=directory)
-    _take_descriptors(*descriptors, is_program=is_program)
-    give_up_rights(job, directory)
 
 
 def give_up_rights(job: Job, directory: str | None = None) -> None:
@@ -241,7 +236,7 @@ def _limit_resources(job: Job) -> None:
 
 
 def _install_filter(program: bytes) -> None:
-    """Have the kernel refuse system calls by a program of `seccomp.py`, in this process and its children."""
+    """Have the kernel refuse system calls by a program of `isolation.py`, in this process and its children."""
     installed = _FilterProgram(len(program) // 8, program)
     zero = ctypes.c_ulong(0)
     if LIBC.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero) or LIBC.prctl(

@@ -4,31 +4,45 @@
 no other process and no privilege, and ends with everything that it has started. It is used where the program `bwrap` is
 installed and works; `[environments.sandbox]` of a run file chooses. The fallback is limits of the process, a filter of
 system calls and, where allowed, a PID namespace (`code_runner.py`): `FALLBACK_ALLOWS` lists what it does not stop, and
-the notice of a run is made of that list.
+the notice of a run is made of that list. The settings travel in an environment variable, which worker processes
+inherit.
 
-The settings travel in an environment variable, which worker processes inherit.
+A control group (cgroup v2) limits the memory and the tasks of all processes of a sandbox together. It is used where
+this process may make one: below an ancestor of its own group that has the controllers and is writable, such as one that
+systemd has delegated. Elsewhere the limits are those of each process, and `code_runner` polls the sum.
+
+The filter of system calls (seccomp) has a list of refused calls, not of allowed ones: a solution may use any library.
+Refused is what reaches other processes, changes the user, mounts or namespaces, takes memory that no limit counts, or
+has been a way out of sandboxes; such a call fails with EPERM. It needs no privilege and no library, and holds for all
+children.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import platform
 import secrets
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-from headrace.environments import seccomp
 from headrace.environments.child_process import ONE_THREAD
 from headrace.environments.code_runner import MAX_OPEN_FILES, may_enter_namespace
 from headrace.errors import BadInput
+
+log = logging.getLogger(__name__)
 
 SETTINGS_VAR = "HEADRACE_SANDBOX"
 KEY = "environments.sandbox"
@@ -73,6 +87,42 @@ WITHOUT_NAMESPACE = {"signal processes": "signal and kill processes of your user
 process have no namespace."""
 
 
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+ENTER = 'echo $$ > "$0" && exec "$@"'
+"""A shell script that moves itself into a group and becomes the program."""
+
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""Instructions of classic BPF: load a word; jump if equal, not less, or any bit is set; return."""
+NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
+"""Offsets in the kernel's `struct seccomp_data`."""
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+NEW_NAMESPACES = 0x7E020000
+"""All CLONE_NEW... flags that `clone` takes."""
+X32_CALLS = 0x40000000
+"""The first number of x86_64's second set of system calls."""
+_COMMON = """io_uring_setup 425 io_uring_enter 426 io_uring_register 427 open_tree 428 move_mount 429 fsopen 430
+    fsconfig 431 fsmount 432 fspick 433 clone3 435 pidfd_getfd 438 mount_setattr 442 memfd_secret 447"""
+_X86_64 = """shmget 29 socket 41 clone 56 semget 64 msgget 68 ptrace 101 setuid 105 setreuid 113 setresuid 117
+    personality 135 pivot_root 155 chroot 161 mount 165 umount2 166 mq_open 240 add_key 248 request_key 249 keyctl 250
+    unshare 272 perf_event_open 298 fanotify_init 300 open_by_handle_at 304 setns 308 process_vm_readv 310
+    process_vm_writev 311 kcmp 312 memfd_create 319 bpf 321 userfaultfd 323"""
+_AARCH64 = """umount2 39 mount 40 pivot_root 41 chroot 51 personality 92 unshare 97 ptrace 117 setreuid 145 setuid 146
+    setresuid 147 mq_open 180 msgget 186 semget 190 shmget 194 socket 198 add_key 217 request_key 218 keyctl 219
+    clone 220 perf_event_open 241 fanotify_init 262 open_by_handle_at 265 setns 268 process_vm_readv 270
+    process_vm_writev 271 kcmp 272 memfd_create 279 bpf 280 userfaultfd 282"""
+
+
+def _numbers(*tables: str) -> dict[str, int]:
+    words = " ".join(tables).split()
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+NUMBERS = {"x86_64": (0xC000003E, _numbers(_X86_64, _COMMON)), "aarch64": (0xC00000B7, _numbers(_AARCH64, _COMMON))}
+"""By machine, the kernel's number of the architecture and those of the calls that the filter names, as Linux 6.1 has
+them in its headers."""
+
+
 class SandboxSettings(msgspec.Struct, frozen=True):
     """`[environments.sandbox]`: see `SandboxConfig`."""
 
@@ -108,6 +158,7 @@ def uses_bubblewrap() -> bool:
 
 
 _registered: set[Literal["solution", "function"]] = set()
+_reported: set[str] = set()
 
 
 def register_untrusted(code: Literal["solution", "function"]) -> bool:
@@ -132,15 +183,13 @@ def fallback_allows() -> dict[str, str]:
     is_apart = user is not None and interpreter_is_public()
     if sys.platform == "linux" and not is_apart and "function" not in _registered:
         is_apart = may_enter_namespace(with_users=user is None)
-    filtered = {} if seccomp.is_available() else WITHOUT_FILTER
+    filtered = {} if has_filters() else WITHOUT_FILTER
     return FALLBACK_ALLOWS | filtered | ({} if is_apart else WITHOUT_NAMESPACE)
 
 
 def filter_hex() -> str | None:
     """Return the filter of system calls for untrusted code, if this system has filters."""
-    if not seccomp.is_available():
-        return None
-    return seccomp.filter_program(platform.machine(), sockets=uses_bubblewrap()).hex()
+    return filter_program(platform.machine(), sockets=uses_bubblewrap()).hex() if has_filters() else None
 
 
 @cache
@@ -241,3 +290,100 @@ def podman_command(
         *(f"--volume={path}:{inside}:ro" for inside, path in files.items()),
         *("--env=HOME=/tmp", "--env=TMPDIR=/tmp", f"--entrypoint={program[0]}", image, *program[1:]),
     ]
+
+
+class Cgroup:
+    """A control group below `parent`. Remove it when its processes have ended."""
+
+    def __init__(self, parent: Path, memory_mb: int, tasks: int) -> None:
+        self.folder = Path(mkdtemp(prefix="headrace-", dir=parent))
+        limits = {"memory.max": memory_mb << 20, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": tasks}
+        try:
+            for name, limit in limits.items():
+                if name != "memory.swap.max" or (self.folder / name).exists():  # a kernel may not account for swap
+                    (self.folder / name).write_text(str(limit))
+        except OSError:
+            self.remove()
+            raise
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return the command line that starts a program in the group."""
+        return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs"), *command]
+
+    def remove(self) -> None:
+        with suppress(OSError):  # a process is still ending
+            self.folder.rmdir()
+
+
+def make_cgroup(memory_mb: int, tasks: int) -> Cgroup | None:
+    """Return a new group; None where none can be made, so that only the limits of each process hold."""
+    parent = usable_parent()
+    try:
+        return None if parent is None else Cgroup(parent, memory_mb, tasks)
+    except OSError as error:
+        if (problem := f"{parent}: no control group can be made in it: {error.strerror}") not in _reported:
+            _reported.add(problem)  # once, not for every sandbox
+            log.warning("%s. Sandboxes have limits for each process", problem)
+        return None
+
+
+@cache
+def usable_parent() -> Path | None:
+    """Return the group below which this process can start programs with limits, if there is one."""
+    parent = find_parent(GROUPS, OWN_GROUP.read_text() if OWN_GROUP.exists() else "")
+    if parent is None:
+        return None
+    try:
+        group = Cgroup(parent, 64, 16)
+        works = subprocess.run(group.command(["true"]), stderr=subprocess.DEVNULL, check=False).returncode == 0
+        group.remove()
+    except OSError:  # a limit cannot be set
+        return None
+    return parent if works else None  # else no process can be moved there
+
+
+def find_parent(root: Path, own: str) -> Path | None:
+    """Return the nearest group above or at our own (a line `0::/path`) that has the controllers and is writable."""
+    path = next((line[3:] for line in own.splitlines() if line.startswith("0::/")), None)
+    if path is None:
+        return None
+    folder = root / path.strip().lstrip("/")
+    for group in (folder, *(above for above in folder.parents if above.is_relative_to(root))):
+        with suppress(OSError):
+            controllers = set((group / "cgroup.subtree_control").read_text().split())
+            writable = all(os.access(path, os.W_OK) for path in (group, group / "cgroup.procs"))
+            if {"memory", "pids"} <= controllers and writable:
+                return group
+    return None
+
+
+def has_filters() -> bool:
+    """Return whether this system has filters, and the filter the numbers of this machine."""
+    return platform.machine() in NUMBERS and Path("/proc/sys/kernel/seccomp/actions_avail").exists()
+
+
+def filter_program(machine: str, *, sockets: bool) -> bytes:
+    """Return the BPF program for a machine; without `sockets`, none can be opened (pairs of sockets can)."""
+    architecture, numbers = NUMBERS[machine]
+    special = {"clone", "clone3", *(["socket"] if sockets else [])}
+    refuse = REFUSE | errno.EPERM
+    program = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+        (AT_LEAST, 0, 1, X32_CALLS),
+        (RETURN, 0, 0, refuse),
+        (EQUAL, 0, 1, numbers["clone3"]),
+        (RETURN, 0, 0, REFUSE | errno.ENOSYS),  # its flags cannot be read here; libraries then use clone
+    ]
+    for name in sorted(numbers.keys() - special):
+        program += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, refuse)]
+    program += [
+        (EQUAL, 0, 3, numbers["clone"]),
+        (LOAD, 0, 0, FIRST_ARGUMENT_AT),
+        (ANY_BIT, 0, 1, NEW_NAMESPACES),
+        (RETURN, 0, 0, refuse),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,8 +1,8 @@
 """Registries of the plugins that a run file names: data providers, rewards and objectives.
 
 A plugin is a class, constructed with the options of the run file, or a function to which they are bound. A shipped
-plugin is a file in the registry's package; the file registers it, and its signature and docstring declare its options
-and its description. A user's plugin is named by import path, `package.module:name`, or by file, `file.py:name`.
+plugin is registered by its module; its signature and docstring declare its options and its description. A user's plugin
+is named by import path, `package.module:name`, or by file, `file.py:name`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Plugin = TypeVar("Plugin", bound=Callable[..., Any])
 class PluginRegistry:
     """Plugins of one kind by name.
 
-    `what` names the kind in error messages. `package` has the shipped plugins; its modules are imported at the first
-    look-up. `call_arguments` returns how many arguments a plugin function takes before its options.
+    `what` names the kind in error messages. `module` has the shipped plugins; it is imported at the first look-up, and
+    all modules of a package. `call_arguments` returns how many arguments a plugin function takes before its options.
     """
 
     def __init__(
-        self, what: str, package: str = "", call_arguments: Callable[[Callable[..., Any]], int] = lambda plugin: 0
+        self, what: str, module: str = "", call_arguments: Callable[[Callable[..., Any]], int] = lambda plugin: 0
     ) -> None:
         self.what = what
-        self._package = package
+        self._module = module
         self._call_arguments = call_arguments
         self._plugins: dict[str, Callable[..., Any]] = {}
 
@@ -112,9 +112,9 @@ class PluginRegistry:
             raise BadInput(fact, key=error.key, value=error.value, fix=error.fix) from error
 
     def _all(self) -> dict[str, Callable[..., Any]]:
-        if self._package:
-            package, self._package = importlib.import_module(self._package), ""
-            import_declarations(package)
+        if self._module:
+            module, self._module = importlib.import_module(self._module), ""
+            import_declarations(module)
         return self._plugins
 
 

@@ -59,29 +59,22 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
     if ":" not in location:
         close = difflib.get_close_matches(identifier, SHIPPED, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise EnvironmentNotFound(
-            "unknown environment",
-            key=key,
-            value=identifier,
-            fix=f"{hint}Known: {', '.join(sorted(SHIPPED))}; those of other libraries are named "
-            f"{', '.join(f'{library}:NAME' for library in sorted(ADAPTERS))}; your own by import path, "
-            "package.module:Class.",
-        )
+        others = ", ".join(f"{library}:NAME" for library in sorted(ADAPTERS))
+        fix = f"{hint}Known: {', '.join(sorted(SHIPPED))}; those of other libraries are named {others}; "
+        fix += "your own by import path, package.module:Class."
+        raise EnvironmentNotFound("unknown environment", key=key, value=identifier, fix=fix)
     kind = imports.load(location, key)
     try:
         environment = bound(kind, args, first_args)()
     except BadArgument as error:
-        section = key.rpartition(".")[0]
-        place = f"{section}.args" if section else "args"
-        problems = [
-            EnvironmentNotFound(
-                f"{problem.fact} (environment {identifier})",
-                key=place if problem.key is None else f"{place}.{problem.key}",
-                value=problem.value,
-                fix=problem.fix,
+        args_key = f"{key.rpartition('.')[0]}.args".removeprefix(".")
+        problems = []
+        for bad in error.problems:
+            fact, place = (
+                f"{bad.fact} (environment {identifier})",
+                args_key if bad.key is None else f"{args_key}.{bad.key}",
             )
-            for problem in error.problems
-        ]
+            problems.append(EnvironmentNotFound(fact, key=place, value=bad.value, fix=bad.fix))
         raise EnvironmentNotFound.combine(problems) from error
     except BadInput as error:
         if error.key is None and error.file is None:

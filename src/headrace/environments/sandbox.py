@@ -26,24 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.environments import sandbox_process
-from headrace.environments.cgroup import Cgroup, make_cgroup
+from headrace.environments import child_process, isolation, sandbox_process
 from headrace.environments.channel import Channel, Failed, Outcome
-from headrace.environments.child_process import (
-    ONE_THREAD,
-    describe_exit,
-    kill_group,
-    parent_ends,
-    resident_mb,
-)
 from headrace.environments.code_runner import kill_descendants, usage_of_descendants
-from headrace.environments.isolation import (
-    bubblewrap_command,
-    current_settings,
-    filter_hex,
-    identity,
-    register_untrusted,
-)
 from headrace.environments.sandbox_process import SCHEMA, Limits, pack, unpack
 
 START_TIMEOUT_S = 120.0
@@ -89,12 +74,7 @@ class Sandbox:
     """
 
     def __init__(
-        self,
-        processes: int = 2,
-        memory_mb: int | None = 2048,
-        *,
-        untrusted: bool = False,
-        modules: Sequence[str] = (),
+        self, processes: int = 2, memory_mb: int | None = 2048, *, untrusted: bool = False, modules: Sequence[str] = ()
     ) -> None:
         if processes < 1:
             raise ValueError(f"a sandbox needs at least one process, not {processes}")
@@ -170,7 +150,7 @@ class _Process:
     def __init__(self, memory_mb: int | None, limits: Limits | None = None, modules: Sequence[str] = ()) -> None:
         self._memory_mb = memory_mb
         self._limits = limits
-        self._group: Cgroup | None = None
+        self._group: isolation.Cgroup | None = None
         self._functions: set[str] = set()
         self._killed = False
         self._lost = False
@@ -179,13 +159,13 @@ class _Process:
         self._loop = asyncio.get_running_loop()
         self._channel = Channel(self._connection_lost)
         try:
-            with parent_ends() as (self._socket, self._lifeline, descriptors):
+            with child_process.parent_ends() as (self._socket, self._lifeline, descriptors):
                 command = [sys.executable, "-c", PROGRAM.format(path=sys.path), *map(str, descriptors)]
                 self._process = subprocess.Popen(
                     command if limits is None else self._confined(command, limits, modules),
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, **ONE_THREAD},
+                    env={**os.environ, **child_process.ONE_THREAD},
                     start_new_session=True,  # so that it can be killed with all that it has started
                 )
         except OSError as error:
@@ -193,13 +173,15 @@ class _Process:
 
     def _confined(self, command: list[str], limits: Limits, modules: Sequence[str]) -> list[str]:
         """Return the command line of a process for untrusted functions, and complete its limits."""
-        self._limits = {**limits, **identity(contained=limits["contained"])}
+        self._limits = {**limits, **isolation.identity(contained=limits["contained"])}
         if not limits["contained"]:
             return command
         libraries = [path for path in sys.path if Path(path).name in LIBRARIES and os.path.isdir(path)]
         files = {str(path): str(path) for path in (PACKAGE, *libraries, *map(_path_of, modules))}
-        command = bubblewrap_command(command, files, user=self._limits["user"], disk_mb=limits["disk_mb"])
-        self._group = make_cgroup(limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB, limits["processes"])
+        command = isolation.bubblewrap_command(command, files, user=self._limits["user"], disk_mb=limits["disk_mb"])
+        self._group = isolation.make_cgroup(
+            limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB, limits["processes"]
+        )
         return command if self._group is None else self._group.command(command)
 
     async def start(self) -> None:
@@ -233,7 +215,7 @@ class _Process:
         self._killed = True
         self._cause, self._kind = cause, kind
         kill_descendants(self._process.pid)  # those that have left its group
-        kill_group(self._process.pid)
+        child_process.kill_group(self._process.pid)
         os.close(self._lifeline)
         if not self._loop.is_closed():
             self._channel.abort()
@@ -296,7 +278,7 @@ class _Process:
     def _result(self, outcome: Outcome) -> Any:
         if isinstance(outcome, Failed):
             fault = outcome.fault
-            held = resident_mb(self._process.pid)
+            held = child_process.resident_mb(self._process.pid)
             if fault.kind == "MemoryError" and self._limits is None and held > (self._memory_mb or 0) / 2:
                 self.kill("was killed: it has no memory left")  # else the next call lacks memory
             raise CallFailed(fault.kind, fault.message, fault.traceback)
@@ -316,20 +298,20 @@ class _Process:
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
             status = self._process.returncode
-            self.kill("closed its socket" if status is None else describe_exit(status))
+            self.kill("closed its socket" if status is None else child_process.describe_exit(status))
         return self._cause
 
 
 def _limits(memory_mb: int | None) -> Limits:
-    settings = current_settings()
+    settings = isolation.current_settings()
     return {
         "memory_mb": min(memory_mb or settings.memory_mb, settings.memory_mb),
         "disk_mb": DISK_MB,
         "processes": settings.processes,
         "timeout": settings.cpu_s,
         "max_output": settings.output_mb << 20,
-        "contained": register_untrusted("function"),
-        "filter": filter_hex(),
+        "contained": isolation.register_untrusted("function"),
+        "filter": isolation.filter_hex(),
     }
 
 

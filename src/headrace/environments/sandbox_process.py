@@ -17,17 +17,9 @@ from typing import Any
 import msgspec
 
 from headrace import imports
+from headrace.environments import code_runner
 from headrace.environments.channel import HEADER_BYTES, Call, Failed, Outcome, Result, encode, framed
 from headrace.environments.child_process import adopt_orphans, connect_to_parent
-from headrace.environments.code_runner import (
-    MAX_POLL_S,
-    end_descendants,
-    enter_container,
-    exceeds,
-    give_up_rights,
-    hide_memory,
-    usage_of_descendants,
-)
 from headrace.environments.fault import Fault, fault_of
 from headrace.safe_text import encodable
 
@@ -86,10 +78,10 @@ def begin(schema: int, memory_mb: int | None, limits: Limits | None) -> None:
         raise RuntimeError(f"the parent uses schema {schema}, this process {SCHEMA}: restart the run")
     _confinement = limits
     if limits is not None and limits["contained"]:
-        enter_container(limits["user"])
+        code_runner.enter_container(limits["user"])
     elif limits is not None:
         adopt_orphans()
-        hide_memory()
+        code_runner.hide_memory()
     elif memory_mb is not None:  # written memory counts, mapped files do not; only Linux enforces the limit
         limit, (_, maximum) = memory_mb << 20, resource.getrlimit(resource.RLIMIT_DATA)
         if maximum == resource.RLIM_INFINITY or limit < maximum:
@@ -142,7 +134,7 @@ def _execute_confined(call: Call, limits: Limits) -> bytes:
             for target, source in enumerate((nowhere, nowhere, nowhere, writing)):
                 os.dup2(source, target)
             os.closerange(4, 1 << 16)  # above all the socket to the parent
-            give_up_rights(limits)
+            code_runner.give_up_rights(limits)
             with os.fdopen(3, "wb") as report:
                 report.write(_execute(call))
         finally:
@@ -152,7 +144,7 @@ def _execute_confined(call: Call, limits: Limits) -> bytes:
         frame = _read_frame(reading, limits)
     finally:
         os.close(reading)
-        end_descendants()
+        code_runner.end_descendants()
     try:
         outcome = _outcomes.decode(frame[HEADER_BYTES:])
     except (msgspec.DecodeError, RecursionError):
@@ -164,11 +156,11 @@ def _read_frame(reading: int, limits: Limits) -> bytes:
     """Return the frame that a call's process writes; an incomplete one if the process ends, or exceeds its limits."""
     frame = bytearray()
     while len(frame) < HEADER_BYTES + int.from_bytes(frame[:HEADER_BYTES], "big"):
-        if select.select([reading], [], [], MAX_POLL_S)[0]:
+        if select.select([reading], [], [], code_runner.MAX_POLL_S)[0]:
             content = os.read(reading, 1 << 16)
             if not content or len(frame) > limits["max_output"]:
                 break
             frame += content
-        elif exceeds(usage_of_descendants(os.getpid()), limits):
+        elif code_runner.exceeds(code_runner.usage_of_descendants(os.getpid()), limits):
             break
     return bytes(frame)

@@ -68,12 +68,8 @@ def as_reply(answer: Message | str | Reply) -> Reply:
 
 def call_tool(name: str, /, **arguments: Any) -> Message:
     """Return an assistant message that calls one tool."""
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
-    }
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 async def play(environment: Environment, task: Task, answer: Answer) -> tuple[list[Rollout], Script]:

@@ -134,45 +134,26 @@ class SingleTurn(Environment):
 
 
 def environment(
-    *,
-    data: Callable[..., Iterable[Row]],
-    rewards: RewardTable,
-    metrics: RewardTable = (),
-    system: str | None = None,
-    gold: Callable[[Row], str] | None = None,
-    raw: bool = False,
-    timeout: float = 60.0,
+    *, data: Callable[..., Iterable[Row]], rewards: RewardTable, metrics: RewardTable = (), **settings: Any
 ) -> Callable[[Prompt], type[SingleTurn]]:
     """Make an environment of the decorated function, which takes a row and returns the prompt, a text or messages.
 
     `data` yields the rows; its keyword arguments are the `args` of the run file, which may also replace `rewards` and
-    `metrics`. Without `gold` the best answer is the row's `answer`.
+    `metrics`. Further settings are those of `SingleTurn`: `system`, `gold`, `raw` and `timeout`. Without `gold` the
+    best answer is the row's `answer`.
     """
 
     def make(prompt: Prompt) -> type[SingleTurn]:
         class Made(SingleTurn):
             def __init__(
-                self,
-                demonstrate_mistakes: float = 0.0,
-                rewards: RewardTable = rewards,
-                metrics: RewardTable = metrics,
+                self, demonstrate_mistakes: float = 0.0, rewards: RewardTable = rewards, metrics: RewardTable = metrics,
                 **args: Any,
-            ) -> None:
-                super().__init__(
-                    bound(data, args),
-                    prompt,
-                    rewards,
-                    metrics=metrics,
-                    system=system,
-                    gold=gold,
-                    raw=raw,
-                    timeout=timeout,
-                    demonstrate_mistakes=demonstrate_mistakes,
-                )
+            ) -> None:  # fmt: skip
+                own: dict[str, Any] = {"metrics": metrics, "demonstrate_mistakes": demonstrate_mistakes, **settings}
+                super().__init__(bound(data, args), prompt, rewards, **own)
 
         Made.__name__ = Made.__qualname__ = prompt.__name__
-        Made.__module__ = prompt.__module__
-        Made.__doc__ = prompt.__doc__
+        Made.__module__, Made.__doc__ = prompt.__module__, prompt.__doc__
         return Made
 
     return make

@@ -33,12 +33,9 @@ class StrictFormat:
         self.closing = closing
         texts = all(isinstance(tag, str) and tag for tag in (opening, closing))
         if not texts or self.parse(self.write("", "0")) is None:
-            raise BadArgument(
-                f"with opening = {opening!r}, no completion could be accepted",
-                key="closing",
-                value=closing,
-                fix="Give two different texts, neither in the other.",
-            )
+            fact = f"with opening = {opening!r}, no completion could be accepted"
+            fix = "Give two different texts, neither in the other."
+            raise BadArgument(fact, key="closing", value=closing, fix=fix)
 
     @property
     def tags(self) -> tuple[str, str]:
@@ -81,9 +78,7 @@ def format_with(tags: Sequence[str] | None) -> StrictFormat:
     return _cached_format(*(tags or ()))
 
 
-@lru_cache
-def _cached_format(*tags: str) -> StrictFormat:
-    return StrictFormat(*tags)
+_cached_format = lru_cache(StrictFormat)
 
 
 def _is_balanced(text: str) -> bool:

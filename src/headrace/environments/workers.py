@@ -63,21 +63,13 @@ class WorkerPool(Environment):
     """
 
     def __init__(
-        self,
-        environment: Environment,
-        identifier: str,
-        args: dict[str, Any],
-        *,
-        size: int,
+        self, environment: Environment, identifier: str, args: dict[str, Any], *, size: int,
         limits: WorkerLimits | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if size < 1:
             raise ValueError(f"a pool needs at least one worker, not {size}")
-        self._environment = environment
-        self._identifier = identifier
-        self._args = args
-        self._size = size
-        self._limits = limits or WorkerLimits()
+        self._environment, self._size = environment, size
+        self._identifier, self._args, self._limits = identifier, args, limits or WorkerLimits()
         self._workers: list[WorkerProcess] = []
         """Workers that are starting, running or draining."""
         self._keepers: list[asyncio.Task[None]] = []
@@ -270,7 +262,13 @@ class WorkerProcess:
         finally:
             job.end()
         if isinstance(outcome, Failed):
-            raise job.chat_errors.get(outcome.call) or _episode_error(outcome)
+            fault, reason = outcome.fault, outcome.reason
+            if (original := job.chat_errors.get(outcome.call)) is not None:
+                raise original
+            if reason is not None:
+                raise EpisodeError(reason, fault.message)
+            text = CANCELLED_ITSELF if fault == CANCELLED else fault.text
+            raise EpisodeError("environment", text, place=fault.place, remote_traceback=fault.traceback)
         try:
             return result.decode(outcome.value)
         except msgspec.DecodeError as error:  # such as a text in place of a number
@@ -376,10 +374,3 @@ class WorkerProcess:
         self.ready = False
         self.cause = self.cause or cause
         kill_group(self._process.pid)
-
-
-def _episode_error(failed: Failed) -> EpisodeError:
-    if failed.reason is not None:
-        return EpisodeError(failed.reason, failed.fault.message)
-    text = CANCELLED_ITSELF if failed.fault == CANCELLED else failed.fault.text
-    return EpisodeError("environment", text, place=failed.fault.place, remote_traceback=failed.fault.traceback)

@@ -23,14 +23,14 @@ from typing import Any
 from jinja2 import TemplateError
 from renderers.base import Renderer
 
-from headrace.algorithms.user_function import load_function
 from headrace.config.orchestrator import EnvConfig
 from headrace.config.sft import ConversationsConfig, OfflineConfig, SftEvalConfig, SourceConfig
 from headrace.environments.base import Environment, tasks_of
-from headrace.environments.data.tables import DataNotHere
 from headrace.environments.isolation import SandboxSettings, apply_settings, fallback_notice, uses_bubblewrap
 from headrace.environments.registry import load_environment
+from headrace.environments.tables import DataNotHere
 from headrace.errors import BadInput, InvalidValue
+from headrace.imports import load_function
 from headrace.inference.model_shape import (
     EXPERT_KEYS,
     TESTED_FIX,

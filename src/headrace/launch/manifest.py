@@ -16,8 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
-from headrace.config.kubernetes import KubernetesConfig
-from headrace.config.launch import LaunchConfig
+from headrace.config.launch import KubernetesConfig, LaunchConfig
 from headrace.launch.hosts.base import Host, HostRole
 from headrace.launch.node import JOINED
 from headrace.launch.placement import place

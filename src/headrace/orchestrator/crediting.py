@@ -15,11 +15,11 @@ from renderers.default import DefaultRenderer
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext
 from headrace.algorithms.kl import make_algorithm
-from headrace.algorithms.user_function import name_of
 from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.model import FrozenModelConfig
 from headrace.config.orchestrator import OrchestratorConfig
 from headrace.errors import BadInput
+from headrace.imports import name_of
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineCallError
 from headrace.inference.client.reference import FrozenModel, Generated, Reference, ReferenceFailed

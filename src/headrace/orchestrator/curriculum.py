@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headrace.algorithms.user_function import load_class
 from headrace.config.base import Config
-from headrace.config.curriculum import SAMPLERS, SamplerConfig
+from headrace.config.environments import SAMPLERS, SamplerConfig
 from headrace.errors import Failure, InvalidValue
+from headrace.imports import load_class
 from headrace.rollout.types import Task
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from headrace.algorithms.user_function import load_function
 from headrace.config.orchestrator import FILTERS, FilterConfig
+from headrace.imports import load_function
 from headrace.rollout.types import NOT_SAMPLED, Rollout
 
 _OTHER_COMPONENTS = ("ce_weights", "ref_kl_weights", "k2_weights", "k3_weights")

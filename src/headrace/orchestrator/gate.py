@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algorithms.base import RolloutView
-from headrace.algorithms.user_function import load_class
-from headrace.config.curriculum import GATES, GateConfig
+from headrace.config.environments import GATES, GateConfig
 from headrace.errors import InvalidValue
+from headrace.imports import load_class
 
 GATED = "gated"
 """Drop reason of rollouts whose group was rejected by a gate."""

@@ -22,10 +22,10 @@ import msgspec
 
 from headrace.algorithms.base import Algorithm, RolloutView, Survivor
 from headrace.algorithms.teacher import NO_REFERENCE
-from headrace.algorithms.user_function import name_of
 from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.fault import fault_of
 from headrace.errors import Failure
+from headrace.imports import name_of
 from headrace.inference.client.reference import ReferenceFailed
 from headrace.observe import tracing
 from headrace.orchestrator.batch_metrics import epoch_metrics

@@ -127,14 +127,9 @@ def _assemble(header: _Header, columns: dict[str, np.ndarray]) -> Batch:
         span = slice(offsets[index], offsets[index + 1])
         obs = columns["obs_spans"][obs_offsets[index] : obs_offsets[index + 1]]
         arrays: dict[str, Any] = {name: columns[name][span] for name in TOKEN_ARRAYS}
-        samples.append(
-            Sample(
-                **arrays,
-                prompt_length=int(columns["prompt_lengths"][index]),
-                temperature=float(columns["temperatures"][index]),
-                obs_spans=[(int(a), int(b), int(c), int(d)) for a, b, c, d in obs],
-            )
-        )
+        spans = [(int(a), int(b), int(c), int(d)) for a, b, c, d in obs]
+        prompt_length, temperature = int(columns["prompt_lengths"][index]), float(columns["temperatures"][index])
+        samples.append(Sample(**arrays, prompt_length=prompt_length, temperature=temperature, obs_spans=spans))
     for column in columns:
         if column.startswith(_STREAM):
             name, start = column.removeprefix(_STREAM), 0

@@ -178,16 +178,10 @@ def _error(field: str, value: Any) -> RolloutError | None:
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "error": _error,
-    "agent": _text,
-    "stop_reason": _text,
-    "trainable": _flag,
-    "truncated": _flag,
-    "rewards": _numbers,
-    "metrics": _numbers,
-    "timings": _numbers,
-    "messages": _messages,
-    "turns": _turns,
-    "samples": _samples,
+    **dict.fromkeys(("agent", "stop_reason"), _text),
+    **dict.fromkeys(("trainable", "truncated"), _flag),
+    **dict.fromkeys(("rewards", "metrics", "timings"), _numbers),
+    **{"messages": _messages, "turns": _turns, "samples": _samples},
 }
 
 

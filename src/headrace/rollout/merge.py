@@ -56,23 +56,21 @@ class _OpenSample:
 
     def _append_unsampled(self, count: int) -> None:
         zeros = np.zeros(count, np.float32)
-        self._append(np.zeros(count, np.bool_), zeros, np.full(count, NOT_SAMPLED, np.int32))
-        self._truncated.append(zeros)
+        self._append(np.zeros(count, np.bool_), zeros, zeros, np.full(count, NOT_SAMPLED, np.int32))
 
     def _append_sampled(self, turn: Turn) -> None:
         mask = np.ones(len(turn.completion_ids), np.bool_) if turn.mask is None else turn.mask
-        self._append(mask, turn.logprobs, turn.versions)
-        self._is_truncated |= turn.truncated_logprobs is not None
         # Without top-p and top-k the two are equal.
-        self._truncated.append(turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs)
+        truncated = turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs
+        self._append(mask, turn.logprobs, truncated, turn.versions)
+        self._is_truncated |= turn.truncated_logprobs is not None
         known = sum(count for count, _ in self._routes)
         self._routes.append((self.length - 1 - known, None if turn.routes is None else turn.routes[known:]))
 
-    def _append(self, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.length += len(mask)
-        self._masks.append(mask)
-        self._logprobs.append(logprobs)
-        self._versions.append(versions)
+    def _append(self, *streams: np.ndarray) -> None:
+        self.length += len(streams[0])
+        for pieces, stream in zip((self._masks, self._logprobs, self._truncated, self._versions), streams, strict=True):
+            pieces.append(stream)
 
     def close(self) -> Sample:
         streams = {TRUNCATED: np.concatenate(self._truncated)} if self._is_truncated else {}

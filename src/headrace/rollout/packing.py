@@ -3,7 +3,14 @@
     truncate -> first-fit-decreasing -> split the costliest bins until their number is a multiple of the workers
              -> add dummy bins if none can be split -> pad -> balance by cost
 
-The assignment depends on lengths alone, and every worker computes the same one.
+The assignment depends on lengths alone, and every worker computes the same one: ties are broken by position, and the
+order of every sum is fixed.
+
+Bins are balanced by Karmarkar-Karp for equal cardinality: sorted by cost, they are cut into rounds of one bin per
+worker; the two partial assignments with the largest differences are merged, heaviest share with lightest, until one is
+left. Then the heaviest worker swaps bins with others until its load is near the mean. Workers that synchronize after
+every bin take, per step, the sum over rounds of the costliest bin. This is smallest while no bin leaves its round, so a
+swap that moves one into a cheaper round is penalized.
 """
 
 from __future__ import annotations
@@ -11,23 +18,95 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from headrace.rollout.balance import spread
-from headrace.rollout.types import LATENTS, NOT_SAMPLED, ROUTES, TOKEN_ARRAYS, Sample, no_route
+from headrace.rollout.types import KNOWN_STREAMS, LATENTS, NOT_SAMPLED, ROUTES, TOKEN_ARRAYS, Sample, no_route
 
-STREAM_DEFAULTS: dict[str, float] = {
-    "advantages": 0.0,
-    "rl_weights": 1.0,
-    "ce_weights": 0.0,
-    "ref_kl_weights": 0.0,
-    "ref_logprobs": 0.0,
-    "k2_weights": 0.0,
-    "k3_weights": 0.0,
-    "kl_logprobs": math.nan,
-}
+TOLERANCE = 0.005
+"""Relative distance of the heaviest worker above the mean at which swapping stops."""
+MAX_ROUNDS_APART = 16
+"""Rounds by which a swap may move an item: keeps the search linear in the rounds."""
+MAX_SWAPS_PER_WORKER = 16
+
+
+class _Partial(NamedTuple):
+    """An assignment of some of the rounds; shares are sorted by their sum, heaviest first."""
+
+    sums: np.ndarray
+    """[workers]"""
+    rounds: list[int]
+    columns: np.ndarray
+    """[rounds, workers]: the item of the round that each share has."""
+
+    @property
+    def difference(self) -> float:
+        return float(self.sums[0] - self.sums[-1])
+
+
+def spread(costs: Sequence[float], workers: int) -> list[list[int]]:
+    """Return for each worker the indices of its items, costliest first; every worker gets the same number."""
+    if len(costs) % workers:
+        raise ValueError(f"{len(costs)} items cannot be spread evenly over {workers} workers")
+    if not costs:
+        return [[] for _ in range(workers)]
+    values = np.asarray(costs, np.float64)
+    order = np.argsort(-values, kind="stable").reshape(-1, workers)
+    assigned = _karmarkar_karp(values[order])
+    shares = np.take_along_axis(order, assigned.columns[np.argsort(assigned.rounds)], axis=1)
+    target = (1 + TOLERANCE) * math.fsum(assigned.sums) / workers
+    _swap_items(shares, values[shares], assigned.sums.copy(), target)
+    return [sorted(share, key=lambda item: (-values[item], item)) for share in shares.T.tolist()]
+
+
+def _karmarkar_karp(rounds: np.ndarray) -> _Partial:
+    """Assign the costs `rounds` [rounds, workers], each row sorted costliest first."""
+    one_each = np.arange(rounds.shape[1])[None]
+    partials = [_Partial(sums, [number], one_each) for number, sums in enumerate(rounds)]
+    heap = [(-partial.difference, number, partial) for number, partial in enumerate(partials)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, left = heapq.heappop(heap)
+        _, _, right = heapq.heappop(heap)
+        sums = left.sums + right.sums[::-1]  # the heaviest share of one with the lightest of the other
+        columns = np.concatenate([left.columns, right.columns[:, ::-1]])
+        by_weight = np.argsort(-sums, kind="stable")
+        merged = _Partial(sums[by_weight], left.rounds + right.rounds, columns[:, by_weight])
+        heapq.heappush(heap, (-merged.difference, number, merged))
+    return heap[0][2]
+
+
+def _swap_items(shares: np.ndarray, costs: np.ndarray, loads: np.ndarray, target: float) -> None:
+    """Swap items in place between the heaviest worker and others until its load is at `target` or no swap helps.
+
+    `shares` and `costs` [rounds, workers] are the items and their costs, `loads` [workers] the column sums of `costs`.
+    """
+    own = np.repeat(np.arange(len(costs)), 2 * MAX_ROUNDS_APART + 1)
+    others = own + np.tile(np.arange(-MAX_ROUNDS_APART, MAX_ROUNDS_APART + 1), len(costs))
+    inside = (others >= 0) & (others < len(costs))
+    own, others = own[inside], others[inside]
+    for _ in range(MAX_SWAPS_PER_WORKER * len(loads)):
+        heaviest = int(np.argmax(loads))
+        if loads[heaviest] <= target:
+            return
+        offered = costs[own, heaviest][:, None]
+        moved = offered - costs[others]
+        heavier_after = np.maximum(loads[heaviest] - moved, loads + moved)
+        longer_round = np.maximum(0, offered - costs.max(axis=1)[others][:, None])
+        price = np.where(heavier_after < loads[heaviest], np.maximum(heavier_after, target) + longer_round, np.inf)
+        pair, other = np.unravel_index(np.argmin(price), price.shape)
+        if price[pair, other] == np.inf:
+            return
+        loads[heaviest] -= moved[pair, other]
+        loads[other] += moved[pair, other]
+        mine, theirs = (own[pair], heaviest), (others[pair], other)
+        for table in (shares, costs):
+            table[mine], table[theirs] = table[theirs], table[mine]
+
+
+STREAM_DEFAULTS = {**dict.fromkeys(KNOWN_STREAMS, 0.0), "rl_weights": 1.0, "kl_logprobs": math.nan}
 """The value of a token whose sample lacks a stream that another sample of the bin has. The trainer computes a
 `kl_logprobs` that is NaN, with its own reference."""
 
@@ -77,10 +156,8 @@ def cost_of_model(
     queries = num_attention_heads * head_dim
     projections = 4 * hidden_size * queries + 4 * hidden_size * num_key_value_heads * head_dim
     feed_forward = 6 * hidden_size * intermediate_size
-    return Cost(
-        a=num_hidden_layers * (projections + feed_forward) + 2 * hidden_size * vocab_size,
-        b=2 * num_hidden_layers * queries,
-    )
+    per_token = num_hidden_layers * (projections + feed_forward) + 2 * hidden_size * vocab_size
+    return Cost(per_token, 2 * num_hidden_layers * queries)
 
 
 class Bin(msgspec.Struct):
@@ -221,10 +298,8 @@ def _prepare(samples: list[Sample], seq_len: int) -> list[Sample]:
         if len(sample) == 0:
             raise ValueError(f"sample {index} has no tokens")
         if sample.rl_members.any() and "advantages" not in sample.streams:
-            raise ValueError(
-                f"sample {index} has {int(sample.rl_members.sum())} tokens in the rl loss but no advantages: its "
-                "algorithm must assign credit, or set rl_weights to 0"
-            )
+            fact = f"sample {index} has {int(sample.rl_members.sum())} tokens in the rl loss but no advantages"
+            raise ValueError(f"{fact}: its algorithm must assign credit, or set rl_weights to 0")
         if np.any(sample.streams.get("ref_kl_weights", 0.0)) and "ref_logprobs" not in sample.streams:
             raise ValueError(f"sample {index}: {MISSING_REFERENCE}")
     return [sample.truncated(seq_len) for sample in samples]
@@ -238,17 +313,17 @@ def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -
         sources.append(NO_SAMPLE)
     lengths = [len(sample) for sample in chosen]
     names = {name for sample in chosen for name in sample.streams if name in STREAM_DEFAULTS}
+    streams = {}
+    for name in sorted(names):
+        default = STREAM_DEFAULTS[name]
+        parts = [s.streams.get(name, np.full(len(s), default, np.float32)) for s in chosen]
+        streams[name] = np.concatenate(parts)
     return Bin(
         **{name: np.concatenate([getattr(s, name) for s in chosen]) for name in TOKEN_ARRAYS},
         lengths=lengths,
         temperatures=np.repeat(np.array([s.temperature for s in chosen], np.float32), lengths),
         sources=sources,
-        streams={
-            name: np.concatenate(
-                [s.streams.get(name, np.full(len(s), STREAM_DEFAULTS[name], np.float32)) for s in chosen]
-            )
-            for name in sorted(names)
-        },
+        streams=streams,
         latents=join_rows([(len(sample), sample.streams.get(LATENTS)) for sample in chosen], LATENTS),
         routes=join_rows([(len(sample), sample.streams.get(ROUTES)) for sample in chosen], ROUTES),
     )

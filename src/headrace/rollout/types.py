@@ -35,13 +35,8 @@ ROLES = ("", "system", "user", "assistant", "tool")
 
 TOKEN_ARRAYS = {"token_ids": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 """The per-token arrays that every sample has, in the order of its fields."""
-KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(
-    (
-        *("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"),
-        *("k2_weights", "k3_weights", "kl_logprobs"),
-    ),
-    np.dtype(np.float32),
-)
+_STREAMS = "advantages rl_weights ce_weights ref_kl_weights ref_logprobs k2_weights k3_weights kl_logprobs"
+KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(_STREAMS.split(), np.dtype(np.float32))
 """Streams that the trainer reads; it ignores other streams of a sample."""
 
 
@@ -100,16 +95,12 @@ class Turn(msgspec.Struct, eq=False):
             )
         if self.truncated_logprobs is not None:
             self.truncated_logprobs = np.asarray(self.truncated_logprobs, np.float32)
-            if len(self.truncated_logprobs) != len(self.logprobs):
-                raise ValueError(
-                    f"a turn of {len(self.logprobs)} tokens has {len(self.truncated_logprobs)} truncated_logprobs"
-                )
+            if (count := len(self.truncated_logprobs)) != len(self.logprobs):
+                raise ValueError(f"a turn of {len(self.logprobs)} tokens has {count} truncated_logprobs")
         if self.prompt_roles is not None:
             self.prompt_roles = np.asarray(self.prompt_roles, np.int8)
-            if len(self.prompt_roles) != len(self.prompt_ids):
-                raise ValueError(
-                    f"a turn with a prompt of {len(self.prompt_ids)} tokens has {len(self.prompt_roles)} prompt_roles"
-                )
+            if (count := len(self.prompt_roles)) != len(self.prompt_ids):
+                raise ValueError(f"a turn with a prompt of {len(self.prompt_ids)} tokens has {count} prompt_roles")
         if self.latents is not None:
             self.latents = np.asarray(self.latents, np.float16)
             if self.latents.ndim != 2 or len(self.latents) != len(self.logprobs):
@@ -125,9 +116,8 @@ class Turn(msgspec.Struct, eq=False):
         if self.routes is not None:
             tokens = len(self.prompt_ids) + len(self.completion_ids)
             if self.routes.ndim != 2 or self.routes.dtype.kind != "u" or len(self.routes) != tokens - 1:
-                raise ValueError(
-                    f"a turn of {tokens} tokens has routes of shape {self.routes.shape} and type {self.routes.dtype}"
-                )
+                kind = f"shape {self.routes.shape} and type {self.routes.dtype}"
+                raise ValueError(f"a turn of {tokens} tokens has routes of {kind}")
 
     @property
     def trained_tokens(self) -> int:

@@ -4,12 +4,11 @@ Importing the package imports all declarations of what a run file can name, so t
 """
 
 from headrace import algorithms
-from headrace.algorithms import length_penalties
 from headrace.imports import import_declarations
 from headrace.orchestrator import curriculum as curriculum
 from headrace.orchestrator import filters as filters
 from headrace.orchestrator import gate as gate
 from headrace.trainer import losses
 
-for package in (algorithms, length_penalties, losses):
+for package in (algorithms, losses):
     import_declarations(package)

@@ -80,7 +80,12 @@ def replace_foreign_keys(tree: dict[str, Any]) -> list[str]:
             notices.append(f"{path} is not a key of Headrace and is ignored: {advice}.")
     for path, ours in MOVED.items():
         if (value := remove_key(tree, path.split("."))) is not None:
-            _set(tree, ours, as_table(value, "name") if ours == "model" else value, path)
+            value = as_table(value, "name") if ours == "model" else value
+            *parents, name = ours.split(".")
+            section = tree
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[name] = merge_names(section.get(name, value), value, ours, path)  # refuses a contradiction
             notices.append(f"{path} is read as {ours}.")
     return notices
 
@@ -94,11 +99,3 @@ def remove_key(tree: dict[str, Any], path: list[str]) -> Any:
     if value is not None and not node:
         del tree[path[0]]
     return value
-
-
-def _set(tree: dict[str, Any], key: str, value: Any, other: str) -> None:
-    """Put a value where it belongs; one that is there already may not contradict it."""
-    *parents, name = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = merge_names(tree.get(name, value), value, key, other)

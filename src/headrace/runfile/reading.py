@@ -20,9 +20,9 @@ from headrace.config.base import (
     Member,
     Origins,
     Tree,
-    is_type_of,
     members_of,
     sections_at,
+    type_values,
 )
 from headrace.config.files import OWN_ARGUMENTS, read_file
 from headrace.errors import BadInput, InvalidValue
@@ -53,11 +53,21 @@ def load(kind: type[T], files: Sequence[Path], overrides: Sequence[str] = ()) ->
         # Before the merge: what is later replaces what is earlier.
         notices += _replace_foreign_keys(content, Origins(str(file)))
         anchor_paths(content, kind.PATHS_OF_FILE, file.parent)
-        expand_texts(kind.TEXT_FOR, content, tree)
+        for table, key in kind.TEXT_FOR.items():  # a text replaces the whole table of earlier files that it stands for
+            section, name = holder_of(content, table.split("."))
+            if isinstance(section.get(name), str):
+                section[name] = {key: section[name]}
+                drop(tree, table.split("."))
         written = leaves(content)
         drop_alternatives(kind, tree, written)
         merge(tree, content)
-        drop_filled(tree, kind.FILLED_FROM)
+        for (
+            target,
+            source,
+        ) in kind.FILLED_FROM.items():  # a key that says what fills it, as in a run's own file, follows it
+            section, name = holder_of(tree, target.split("."))
+            if name in section:
+                _drop_equal(section, name, value_at(tree, source.split(".")))
         origins.record(written, file)
     typed = parse_overrides(overrides)
     drop_alternatives(kind, tree, {".".join(path): value for path, value in typed})
@@ -116,33 +126,14 @@ def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
             node[name] = [str((directory / path).resolve()) if isinstance(path, str) else path for path in given]
 
 
-def drop_filled(tree: Tree, filled_from: Mapping[str, str]) -> None:
-    """Drop keys that say what the key says that fills them, as in a run's own file: they follow if that changes."""
-    for target, source in filled_from.items():
-        section, name = holder_of(tree, target.split("."))
-        if name in section:
-            _drop_equal(section, name, value_at(tree, source.split(".")))
-
-
 def _drop_equal(section: Tree, name: str, value: Any) -> None:
+    """Drop a key with this value; of a table, the keys that have the same values."""
     given = section[name]
     if isinstance(given, dict) and isinstance(value, dict):
         for key in given.keys() & value.keys():
             _drop_equal(given, key, value[key])
     elif given == value:
         del section[name]
-
-
-def expand_texts(text_for: Mapping[str, str], content: Tree, tree: Tree) -> None:
-    """Replace texts in a file by the tables that they stand for, so that later sources can set further keys.
-
-    Such a text replaces the whole table of earlier files in `tree`.
-    """
-    for path, key in text_for.items():
-        section, name = holder_of(content, path.split("."))
-        if isinstance(section.get(name), str):
-            section[name] = {key: section[name]}
-            drop(tree, path.split("."))
 
 
 def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]) -> None:
@@ -160,8 +151,12 @@ def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]
         table = table_at(tree, *parents)
         if name == "type" and table and table.get("type") != value:
             sections = sections_at(kind, parents)
-            chosen = [section for section in sections if is_type_of(section, value)]
-            own = {field for section in chosen for field in section.model_fields}
+            own = {
+                field
+                for section in sections
+                if value in (types := type_values(section)) or (":" in str(value) and not types)  # of an imported class
+                for field in section.model_fields
+            }
             others = {field for section in sections for field in section.model_fields} - own
             for field in others & table.keys() if own else ():
                 del table[field]
@@ -253,9 +248,8 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
                 name = ".".join(path[:depth])
-                raise ConfigError(
-                    f"{name} is a list of {len(node)}", key=f"--{'.'.join(path)}", fix="Give an index below that."
-                )
+                fact, fix = f"{name} is a list of {len(node)}", "Give an index below that."
+                raise ConfigError(fact, key=f"--{'.'.join(path)}", fix=fix)
             index: Any = int(key)
         elif isinstance(node, dict):
             index = key

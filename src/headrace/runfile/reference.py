@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -18,7 +18,7 @@ from headrace.config.algorithms import ALGORITHMS
 from headrace.config.base import sections_at
 from headrace.config.dpo import DpoConfig
 from headrace.config.sft import SftConfig
-from headrace.runfile.explain import Explanation, children, explain, kinds_of
+from headrace.runfile.explain import children, explain, kinds_of
 from headrace.runfile.hackable.sections import HackableConfig
 from headrace.runfile.run import RunConfig
 
@@ -69,7 +69,14 @@ class _File:
         keys = children(self._root, key) if key else list(self._root.model_fields)
         inner = [k for k in keys if self._sections(k)]
         new = [k for k in inner if self._headings.setdefault(self._sections(k), self._heading(k)) == self._heading(k)]
-        yield "\n".join([f"### {self._heading(key)}", "", *self._about(key), *self._types(key), *self._table(keys)])
+        sections = self._sections(key) if key else ()
+        words = " ".join((sections[0].__doc__ or "").split()) if len(sections) == 1 else ""
+        repeated = not words or words == explain(self._root, key)[0].sentence  # in the row that links to the section
+        rows = [row for k in keys if not k.endswith(".type") for row in self._rows(k)]
+        table = ["| key | takes | default | |", "|---|---|---|---|", *rows, ""] if rows else []
+        yield "\n".join(
+            [f"### {self._heading(key)}", "", *([] if repeated else [words, ""]), *self._types(key), *table]
+        )
         for child in new:
             yield from self.parts(child)
 
@@ -86,12 +93,6 @@ class _File:
         shown = f"`[[{name}]]`" if shape.startswith("list of") else f"`[{name}]`"
         return shown if self._root is RunConfig else f"{self._command}: {shown}"
 
-    def _about(self, key: str) -> list[str]:
-        """Return the docstring of the section, unless the row that links to it has the same text."""
-        sections = self._sections(key) if key else ()
-        words = " ".join((sections[0].__doc__ or "").split()) if len(sections) == 1 else ""
-        return [words, ""] if words and words != explain(self._root, key)[0].sentence else []
-
     def _types(self, key: str) -> list[str]:
         """List the values of `type` with their descriptions."""
         kinds = kinds_of(self._root, key) if key else {}
@@ -104,10 +105,6 @@ class _File:
         chosen = "" if default.startswith("none") else f", {_code(default)} unless set"
         return [f"By `type`{chosen}:", "", *(f"- {', '.join(names)}: {text}" for text, names in alike.items()), ""]
 
-    def _table(self, keys: Sequence[str]) -> list[str]:
-        rows = [row for key in keys if not key.endswith(".type") for row in self._rows(key)]
-        return ["| key | takes | default | |", "|---|---|---|---|", *rows, ""] if rows else []
-
     def _rows(self, key: str) -> Iterator[str]:
         """Yield one row, or several if the key differs by the type of its section."""
         section, _, name = key.rpartition(".")
@@ -118,16 +115,13 @@ class _File:
         for entry in entries:
             few = set(entry.kinds) != all_kinds
             whose = f"{', '.join(f'`{kind}`' for kind in entry.kinds)}: " if few else ""
-            cells = (shown, re.sub(",? or unset$", "", entry.type), _default(entry), whose + entry.sentence)
+            _, of_keys, kind = entry.default.partition("the defaults of its keys")
+            default = _code(
+                kind.removeprefix(", ") if of_keys else entry.default
+            )  # empty if only its keys have defaults
+            default = "must be set" if entry.default.startswith("none") else default
+            cells = (shown, re.sub(",? or unset$", "", entry.type), default, whose + entry.sentence)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _default(entry: Explanation) -> str:
-    """Return the default as code; empty for a section whose keys have defaults."""
-    if entry.default.startswith("none"):
-        return "must be set"
-    _, of_keys, kind = entry.default.partition("the defaults of its keys")
-    return _code(kind.removeprefix(", ")) if of_keys else _code(entry.default)
 
 
 def _code(value: str) -> str:

@@ -115,17 +115,11 @@ class RunConfig(Config):
         if self.max_steps is None:
             yield InvalidValue("required, and not set", key="max_steps", fix="Set the number of optimizer steps.")
         if self.seq_len is None:
-            yield InvalidValue(
-                "required, and not set",
-                key="seq_len",
-                fix="Set the longest sequence, prompt and completion together, in tokens.",
-            )
+            fix = "Set the longest sequence, prompt and completion together, in tokens."
+            yield InvalidValue("required, and not set", key="seq_len", fix=fix)
         if not self.orchestrator.train.env:
-            yield InvalidValue(
-                "the run has no environment to train on",
-                key="orchestrator.train.env",
-                fix="Add an [[orchestrator.train.env]] with an id.",
-            )
+            fact, fix = "the run has no environment to train on", "Add an [[orchestrator.train.env]] with an id."
+            yield InvalidValue(fact, key="orchestrator.train.env", fix=fix)
         if self.model.latents is not None:
             yield from self._latent_problems()
 
@@ -136,35 +130,24 @@ class RunConfig(Config):
             fact = "soft thoughts (model.latents) have no logprobs of tokens to compare with those of a reference"
             yield InvalidValue(fact, key="orchestrator.algo.kl.coef", value=penalties[0].coef, fix="Leave it out.")
         if self.inference.engine != "embedded":
-            yield InvalidValue(
-                f"{self.inference.engine} cannot blend input embeddings (model.latents) while it samples",
-                key="inference.engine",
-                value=self.inference.engine,
-                fix='Set inference.engine = "embedded", or leave model.latents out.',
+            fact = f"{self.inference.engine} cannot blend input embeddings (model.latents) while it samples"
+            yield self.invalid(
+                "inference.engine", fact, 'Set inference.engine = "embedded", or leave model.latents out.'
             )
         if self.orchestrator.max_async_level:
-            yield InvalidValue(
-                "latents (model.latents) are those of the policy that sampled them, and are trained without a ratio",
-                key="orchestrator.max_async_level",
-                value=self.orchestrator.max_async_level,
-                fix="Set it to 0.",
-            )
+            fact = "latents (model.latents) are those of the policy that sampled them, and are trained without a ratio"
+            yield self.invalid("orchestrator.max_async_level", fact, "Set it to 0.")
 
     @model_validator(mode="after")
     def _engine_takes_every_sequence(self) -> RunConfig:
         assert self.seq_len is not None
         longest = self.inference.max_model_len
         if longest is None:
-            object.__setattr__(
-                self, "inference", self.inference.model_copy(update={"max_model_len": self._longest_request()})
-            )
+            inference = self.inference.model_copy(update={"max_model_len": self._longest_request()})
+            object.__setattr__(self, "inference", inference)
         elif longest < self.seq_len:
-            raise InvalidValue(
-                f"below seq_len, which is {self.seq_len}",
-                key="inference.max_model_len",
-                value=longest,
-                fix=f"Leave it out, or raise it to at least {self.seq_len}.",
-            )
+            fix = f"Leave it out, or raise it to at least {self.seq_len}."
+            raise self.invalid("inference.max_model_len", f"below seq_len, which is {self.seq_len}", fix)
         return self
 
     @model_validator(mode="after")
@@ -191,19 +174,17 @@ class RunConfig(Config):
                 ratio = kl.ratio
             own = None if kl is None else kl.kept_by_trainer
             if own is not None and needed is not None and own != needed:
-                raise InvalidValue(
-                    f"the trainer keeps one reference, and the kl of {env.name!r} refers to another than that of an "
-                    "environment before it",
-                    key="orchestrator.train.env",
-                    value=env.name,
-                    fix="Give both the same kl.reference, or serve one as a frozen model.",
+                fact = f"the trainer keeps one reference, and the kl of {env.name!r} refers to another than that of an "
+                fact, fix = (
+                    f"{fact}environment before it",
+                    "Give both the same kl.reference, or serve one as a frozen model.",
                 )
+                raise InvalidValue(fact, key="orchestrator.train.env", value=env.name, fix=fix)
             needed = own or needed
         filled: dict[str, Any] = {} if needed is None else {"reference": needed}
         if isinstance(past := self.orchestrator.past_policy, PastPolicyConfig):
-            filled["past_weights"] = PastWeightsConfig(
-                every=past.every, max_async_level=self.orchestrator.max_async_level
-            )
+            ahead = self.orchestrator.max_async_level
+            filled["past_weights"] = PastWeightsConfig(every=past.every, max_async_level=ahead)
         if ratio is not None:
             filled["kl_ratio"] = ratio
         if any(getattr(self.trainer, key) != value for key, value in filled.items()):
@@ -228,13 +209,9 @@ class RunConfig(Config):
         return hinted_length(self.seq_len) if any(algo.hints_policy for algo in algorithms) else self.seq_len
 
     def notices(self) -> list[str]:
-        return [*self.orchestrator.notices(), *self._short_engine()]
-
-    def _short_engine(self) -> list[str]:
-        """Hints may be short, and then fewer tokens will do."""
         given, longest = self.inference.max_model_len, self._longest_request()
         assert given is not None  # it is filled
-        return [
+        return self.orchestrator.notices() + [  # hints may be short, and then fewer tokens will do
             f"orchestrator.train.env {env.name!r}: {algo.type} has the policy score hints with their samples, and "
             f"inference.max_model_len is {given}: such a sequence may have {longest} tokens, and rollouts with one "
             f"too long are {algo.UNSCORED}; leave it out for that, or keep it if hints are that much shorter."
@@ -261,19 +238,13 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
                 _fill(tree, [*path, name], inner, f"{source}.{name}")
     elif key not in node:
         node[key] = value
-    elif str(node[key]) != str(value) and not _is_default(source, value):
-        raise InvalidValue(
-            f"{source} is {shown_value(value)}, and fills this key",
-            key=".".join(path),
-            value=node[key],
-            fix="Give one of the two, or the same value twice.",
-        )
-
-
-def _is_default(key: str, value: Any) -> bool:
-    *parents, name = key.split(".")
-    section = sections_at(RunConfig, parents)[0]
-    return name in section.model_fields and section.model_fields[name].default == value
+    elif str(node[key]) != str(value):
+        *parents, name = source.split(".")
+        shared = sections_at(RunConfig, parents)[0].model_fields.get(name)
+        if shared is None or shared.default != value:
+            fact = f"{source} is {shown_value(value)}, and fills this key"
+            fix = "Give one of the two, or the same value twice."
+            raise InvalidValue(fact, key=".".join(path), value=node[key], fix=fix)
 
 
 AnyRun = RunConfig | OfflineConfig

@@ -21,7 +21,8 @@ from renderers.base import Renderer
 from headrace.config.dpo import PairsConfig
 from headrace.config.sft import ConversationsConfig, OfflineConfig, SourceConfig
 from headrace.environments.base import Environment
-from headrace.environments.data.tables import (
+from headrace.environments.registry import load_environment
+from headrace.environments.tables import (
     DEFAULT_SPLIT,
     Table,
     dataset_table,
@@ -29,7 +30,6 @@ from headrace.environments.data.tables import (
     directory_tables,
     file_table,
 )
-from headrace.environments.registry import load_environment
 from headrace.errors import DataError
 from headrace.rollout.digest import fingerprint
 from headrace.rollout.types import Sample

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.environments.agents import AgentProgram
-from headrace.environments.agents.environment import bypass_proxy_for_loopback
+from headrace.environments.agents.program import bypass_proxy_for_loopback
 from headrace.environments.base import Context, EpisodeError, PromptTooLong, Reply, tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import Script, call_tool

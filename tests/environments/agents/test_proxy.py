@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from headrace.environments.agents.chat_completions import ChatRequest, ignored_settings
-from headrace.environments.agents.episode import Episode
+from headrace.environments.agents.episode import ChatRequest, Episode, ignored_settings
 from headrace.environments.agents.proxy import Proxy
 from headrace.environments.base import Reply
 from headrace.environments.script import Script, as_reply, call_tool

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.environments.agents.chat_completions import ChatRequest, response_body
-from headrace.environments.agents.episode import Episode, Transcript
+from headrace.environments.agents.episode import ChatRequest, Episode, Transcript, response_body
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import Message, Turn

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.environments.arguments import BadArgument
 from headrace.environments.hackable import TrainingSample, build_data_provider
-from headrace.environments.hackable.providers.curriculum import interleaved
+from headrace.environments.hackable.providers import interleaved
 from headrace.rollout.digest import fingerprint
 
 DATA = Path(__file__).parents[2] / "data"

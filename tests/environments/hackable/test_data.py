@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.environments.data.tables import DataError
 from headrace.environments.hackable import TrainingSample, build_data_provider
 from headrace.environments.strict_format import format_of
+from headrace.environments.tables import DataError
 from tests.environments.hackable.completions import STRICT
 from tests.refusals import refused
 

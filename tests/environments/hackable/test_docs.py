@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace.environments.hackable import build_objective, build_reward
-from headrace.environments.hackable.objectives.token_grpo import TokenGrpo
+from headrace.environments.hackable.objectives import TokenGrpo
 from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
-from headrace.environments.rewards.registry import REWARDS
+from headrace.environments.rewards.base import REWARDS
 from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
 from tests.environments.hackable.completions import scores_of, thought
 

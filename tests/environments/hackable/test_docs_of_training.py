@@ -1,4 +1,4 @@
-"""The algorithm and the loss of docs/how-to/hacking.md, as one file of a user's own."""
+"""The algorithm of docs/tutorials/algorithm.md and the loss of docs/how-to/hacking.md, as files of a user's own."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from headrace.runfile.run import RunConfig
 from headrace.trainer.loss import PackedInputs
 from headrace.trainer.rl import losses
 
-DOCS = (Path(__file__).parents[3] / "docs" / "how-to/hacking.md").read_text()
-PARTS = [DOCS.partition(f"## {name}\n")[2].partition("\n## ")[0] for name in ("An algorithm", "A loss")]
-CODE = [code for part in PARTS for code in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
-SETTINGS = [tomllib.loads(text) for part in PARTS for text in re.findall(r"```toml\n(.*?)```", part, re.DOTALL)]
+DOCS = Path(__file__).parents[3] / "docs"
+ALGORITHM = (DOCS / "tutorials/algorithm.md").read_text()
+LOSS = (DOCS / "how-to/hacking.md").read_text().partition("## A loss\n")[2].partition("\n## ")[0]
+CODE = [re.findall(r"```python[^\n]*\n(.*?)```", part, re.DOTALL)[0] for part in (ALGORITHM, LOSS)]
+SETTINGS = [tomllib.loads(re.findall(r"```toml[^\n]*\n(.*?)```", part, re.DOTALL)[0]) for part in (ALGORITHM, LOSS)]
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """A run file with both of them, beside `mine.py`."""
+    """A run file with both of them, beside `best.py` and `mine.py`."""
     algorithm, loss = SETTINGS
-    (tmp_path / "mine.py").write_text("\n".join(CODE))
+    for name, code in zip(("best.py", "mine.py"), CODE, strict=True):
+        (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     tree = {
@@ -45,8 +47,8 @@ def test_the_algorithm_is_found_by_a_run_file_and_holds_what_every_algorithm_mus
 ):
     (env,) = config.orchestrator.train.env
     config.orchestrator.algo_of(env).check_imports()
-    assert main(["check-algorithm", "mine.py:BestOfGroup"]) == 0
-    assert "mine:BestOfGroup" in capsys.readouterr().out
+    assert main(["check-algorithm", "best.py:BestOfGroup"]) == 0
+    assert "best:BestOfGroup" in capsys.readouterr().out
 
 
 def test_the_loss_trains_as_the_page_says(config: RunConfig):

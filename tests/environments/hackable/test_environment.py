@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from headrace.environments.base import Environment, tasks_of
-from headrace.environments.hackable.environment import newest_version, with_tokenizer
+from headrace.environments.hackable.environment import with_tokenizer
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
 from headrace.environments.workers import WorkerPool
@@ -90,12 +90,6 @@ async def test_tokens_of_the_run_model_are_counted_unless_a_reward_names_another
     own = {"length_penalty_reward": {"tokenizer_name": "", "group_size": 2}}
     assert with_tokenizer(asked, own, "m") == own
     assert with_tokenizer(asked, {}, None) == {}
-
-
-def test_the_version_of_a_group_is_its_newest():
-    turns = [Turn([1], [2, 3], [0.0, 0.0], versions, 1.0) for versions in ([3, 4], [5, 6], [2, 2])]
-    assert newest_version([Rollout(turns=turns[:1]), Rollout(turns=turns[1:]), Rollout()]) == 6
-    assert newest_version([Rollout()]) == 0
 
 
 STAGES = {**WEIGHTED, "length_penalty_lambda": 0.25, "stage2_length_penalty_lambda": 1.0}

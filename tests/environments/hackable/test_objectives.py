@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.environments.hackable import Objective, Progress, TrainingSample, build_objective
-from headrace.environments.hackable.objectives.token_grpo import CORRECTNESS, FORMAT, LENGTH, UTILISATION, TwoStages
+from headrace.environments.hackable.objectives import CORRECTNESS, FORMAT, LENGTH, UTILISATION, TwoStages
 from tests.refusals import refused
 
 SCORES = {

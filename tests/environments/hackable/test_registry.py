@@ -15,9 +15,9 @@ from headrace.environments.hackable import (
     build_reward,
     build_rewards,
 )
-from headrace.environments.hackable.samples import TrainingSample as Sample
+from headrace.environments.hackable.registry import TrainingSample as Sample
 from headrace.environments.plugins import PluginRegistry
-from headrace.environments.rewards.registry import REWARDS, options_by_reward
+from headrace.environments.rewards.base import REWARDS, options_by_reward
 from headrace.errors import BadInput
 from tests.environments.hackable.plugins import Longest, polite, shouting
 from tests.refusals import refused

@@ -11,9 +11,9 @@ import yaml
 
 from headrace.environments import environment
 from headrace.environments.base import Environment, tasks_of
-from headrace.environments.hackable.providers.datasets import local
+from headrace.environments.hackable.providers import local
 from headrace.environments.registry import load_environment
-from headrace.environments.rewards.registry import REWARDS
+from headrace.environments.rewards.base import REWARDS
 from headrace.environments.rewards.running import Rewards
 from headrace.environments.script import play
 from headrace.rollout.types import Rollout

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from benchmarks.environments.answer_forms import RIGHT, WRONG, Rule
 
-from headrace.environments.data.word_problems import gsm8k, math
 from headrace.environments.rewards.math_rewards import Numeric, Symbolic
+from headrace.environments.shipped.word_problems import gsm8k, math
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 DATA = Path(__file__).parents[2] / "data"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.environments.data.tables import DataError, checksum
 from headrace.environments.rewards import build_reward
 from headrace.environments.rewards.math_rewards import Correctness, reference_answer
 from headrace.environments.rewards.strict_rewards import brevity, tokenizer_directory, utilisation
 from headrace.environments.strict_format import StrictFormat
+from headrace.environments.tables import DataError, checksum
 from tests.environments.hackable.completions import STRICT, scores_of, thought, write_tokenizer
 from tests.refusals import refused
 

@@ -7,7 +7,7 @@ import pytest
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import play
-from headrace.environments.shipped.drawing import draw_tasks
+from headrace.environments.shipped.common import draw_tasks
 from tests.refusals import refused
 
 

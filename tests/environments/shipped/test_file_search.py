@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from headrace.environments.chat import ToolError
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import call_tool, play
 from headrace.environments.shipped.file_search import (
@@ -17,7 +18,6 @@ from headrace.environments.shipped.file_search import (
     search,
     words_of,
 )
-from headrace.environments.tools import ToolError
 from headrace.rollout.types import Task
 from tests.environments.shipped.games import (
     HOSTILE,

@@ -2,8 +2,14 @@
 
 import pytest
 
-from headrace.environments.shipped import kuhn
-from headrace.environments.shipped.kuhn import INFORMATION_SETS, best_responses, equilibrium, exploitability, value
+from headrace.environments.shipped import kuhn_poker as kuhn
+from headrace.environments.shipped.kuhn_poker import (
+    INFORMATION_SETS,
+    best_responses,
+    equilibrium,
+    exploitability,
+    value,
+)
 
 
 def always(bets: float) -> dict[str, float]:

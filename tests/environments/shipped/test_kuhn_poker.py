@@ -8,7 +8,7 @@ import pytest
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import demonstrate, play
-from headrace.environments.shipped import kuhn
+from headrace.environments.shipped import kuhn_poker as kuhn
 from headrace.environments.shipped.kuhn_poker import KuhnPoker
 from headrace.rollout.types import Rollout, Task
 from tests.environments.shipped.games import HOSTILE, heard

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.environments.base import Demonstration, Reply
 from headrace.environments.registry import EnvironmentNotFound, load_environment
+from headrace.environments.shipped.common import similarity
 from headrace.environments.shipped.reverse_text import ReverseText
-from headrace.environments.shipped.texts import similarity
 from headrace.rollout.types import Message, Task, Turn
 from tests.refusals import refused
 

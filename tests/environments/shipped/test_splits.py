@@ -8,7 +8,7 @@ import pytest
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
-from headrace.environments.shipped.drawing import draw_tasks
+from headrace.environments.shipped.common import draw_tasks
 
 LETTERS = {"items": "letters", "terse": True, "min_names_per_turn": 2, "max_names_per_turn": 3}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.environments.shipped.texts import replies, tag, tagged
+from headrace.environments.shipped.common import replies, tag, tagged
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from headrace.environments.base import tasks_of
-from headrace.environments.data.tables import DataError
 from headrace.environments.registry import EnvironmentNotFound, load_environment
 from headrace.environments.script import play
+from headrace.environments.tables import DataError
 from tests.refusals import refused
 
 DATA = Path(__file__).parents[2] / "data"

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.hackable import samples
-from headrace.environments.hackable.samples import TrainingSample
+from headrace.environments.hackable import registry
+from headrace.environments.hackable.registry import TrainingSample
 from headrace.environments.registry import load_environment
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
@@ -161,7 +161,7 @@ def test_the_tags_of_thoughts_are_those_of_the_environment_or_of_its_tasks(
 
 
 def tagged(**kwargs: Any) -> list[TrainingSample]:
-    return [samples.asked(f"{n} + 1?", str(n + 1), {}, tags=["[r]", "[/r]"] if n else None) for n in (0, 1, 2)]
+    return [registry.asked(f"{n} + 1?", str(n + 1), {}, tags=["[r]", "[/r]"] if n else None) for n in (0, 1, 2)]
 
 
 class MissingTag(Environment):

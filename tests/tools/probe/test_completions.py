@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.environments.base import Reply
+from headrace.environments.chat import Tool, run_call
 from headrace.environments.script import as_reply
-from headrace.environments.tools import Tool, run_call
 from headrace.rollout.types import Task
 from headrace.tools.probe.completions import BY_NAME, COMPLETIONS, HUGE_CHARS, LONG_CHARS, ChatState, NoGold
 from tests.tools.probe.probed import Asking, Calling

@@ -8,7 +8,7 @@ import pytest
 from headrace.algorithms.base import Algorithm, RolloutView
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.algorithms.length_penalties.linear import LinearPenaltyConfig
+from headrace.algorithms.length_penalties import LinearPenaltyConfig
 from headrace.algorithms.max_rl import MaxRl
 from headrace.algorithms.opd import Opd
 from headrace.errors import BadInput

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,7 @@ from headrace.environments.adapters import library
 from headrace.environments.arguments import bound, check_flag, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import seeds_of
-from headrace.environments.shipped.texts import tagged
+from headrace.environments.shipped.common import seeds_of, tagged
 from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 
@@ -32,6 +32,7 @@ class BadAction(ValueError):
     """A reply that is not an action; the message is sent to the model. A `parse` of your own may raise it."""
 
 
+@dataclass(eq=False)
 class GymnasiumText(Environment):
     """Episodes from `reset(seed)` to the end of the game; the tasks are `num_tasks` seeds. `make` has the arguments of
     the Gymnasium environment.
@@ -48,32 +49,26 @@ class GymnasiumText(Environment):
     and is explained to the model. With `blocking` the game runs in threads: for one whose steps wait for something.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: str = "train",
-        num_tasks: int = 1000,
-        max_turns: int = 20,
-        prompt: str | None = None,
-        tag: str = "action",
-        parse: str | None = None,
-        render: str | None = None,
-        bad_action: float = 0.0,
-        blocking: bool = False,
-        make: dict[str, Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._seeds = seeds_of(split, num_tasks, seed)
-        check_whole("max_turns", max_turns, 1)
-        check_flag("blocking", blocking)
-        self._make = _maker(name, make or {})
-        self._max_turns = max_turns
-        self._prompt = prompt if prompt is not None else TAGGED.format(tag=tag) if tag else ""
-        self._tag = tag
-        self._parse: Callable[..., Any] = import_argument("parse", parse) if parse else parsed
-        self._render: Callable[..., str] = import_argument("render", render) if render else rendered
-        self._bad_action = bad_action
-        self._blocking = blocking
+    name: str
+    split: str = "train"
+    num_tasks: int = 1000
+    max_turns: int = 20
+    prompt: str | None = None
+    tag: str = "action"
+    parse: str | None = None
+    render: str | None = None
+    bad_action: float = 0.0
+    blocking: bool = False
+    make: dict[str, Any] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._seeds = seeds_of(self.split, self.num_tasks, self.seed)
+        check_whole("max_turns", self.max_turns, 1)
+        check_flag("blocking", self.blocking)
+        self._make = _maker(self.name, self.make or {})
+        self._parse: Callable[..., Any] = import_argument("parse", self.parse) if self.parse else parsed
+        self._render: Callable[..., str] = import_argument("render", self.render) if self.render else rendered
 
     def tasks(self) -> list[dict[str, Any]]:
         return [{"seed": seed} for seed in self._seeds]
@@ -89,14 +84,15 @@ class GymnasiumText(Environment):
     async def _play(self, game: Any, seed: int, context: Context) -> Rollout:
         reset = await self._call(partial(game.reset, seed=seed))
         observation, info = _parts("reset", reset, 2, "(observation, info)")
-        first = [self._prompt, self._render(observation, info, game)]
-        chat = Chat(context, "\n\n".join(part for part in first if part), max_turns=self._max_turns)
+        rules = TAGGED.format(tag=self.tag) if self.prompt is None and self.tag else self.prompt
+        first = [rules, self._render(observation, info, game)]
+        chat = Chat(context, "\n\n".join(part for part in first if part), max_turns=self.max_turns)
         total, bad = 0.0, 0
         while reply := await chat.reply():
             try:
-                text = tagged(reply.text, self._tag) if self._tag else reply.text
+                text = tagged(reply.text, self.tag) if self.tag else reply.text
                 if text is None:
-                    raise BadAction(TAGGED.format(tag=self._tag))
+                    raise BadAction(TAGGED.format(tag=self.tag))
                 action = self._parse(text.strip(), game)
             except BadAction as error:
                 bad += 1
@@ -110,11 +106,11 @@ class GymnasiumText(Environment):
                 chat.stop("terminated" if terminated else "time_limit")
             else:
                 chat.say(self._render(observation, info, game))
-        rewards = {"reward": total, **({"bad_action": self._bad_action * bad} if self._bad_action else {})}
+        rewards = {"reward": total, **({"bad_action": self.bad_action * bad} if self.bad_action else {})}
         return chat.rollout(rewards, {"turns": len(chat.turns), "bad_actions": bad})
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        return await asyncio.to_thread(function) if self._blocking else function()
+        return await asyncio.to_thread(function) if self.blocking else function()
 
 
 def parsed(text: str, game: Any) -> Any:

@@ -16,10 +16,9 @@ from headrace.environments.adapters.reasoning_gym_family import Request, tasks_o
 from headrace.environments.arguments import BadArgument, check_flag, check_mistakes, check_whole
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.rewards.reasoning_gym import ReasoningGymReward
+from headrace.environments.rewards.strict_rewards import ReasoningGymReward
 from headrace.environments.script import perturbed
-from headrace.environments.shipped.drawing import check_split
-from headrace.environments.shipped.texts import tag, tagged
+from headrace.environments.shipped.common import check_split, tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
 INSTRUCTIONS = (

@@ -29,7 +29,6 @@ from collections.abc import Collection, Iterator
 from datetime import date
 from datetime import time as time_of_day
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -80,7 +79,11 @@ class Family:
             raise BadInput("unknown family", value=f"reasoning-gym:{name}", fix=_nearest(name, known))
         self.name = name
         self._dataset, self._config = known[name]
-        defaults = {field.name: _default(field) for field in dataclasses.fields(self._config)}
+        defaults: dict[str, Any] = {}
+        for field in dataclasses.fields(self._config):
+            make = field.default_factory
+            default = field.default if make is dataclasses.MISSING else make()
+            defaults[field.name] = None if default is dataclasses.MISSING else default
         free = sorted(defaults.keys() - OURS.keys())
         for setting, value in settings.items():
             if setting in OURS:
@@ -105,13 +108,14 @@ class Family:
             raise BadInput(fact, key="args", value=self._settings) from error
 
 
-@cache
-def _scorer(family: str, settings: bytes) -> Any:
-    return Family(family, msgspec.json.decode(settings)).made(seed=0, size=1)
+_scorers: dict[tuple[str, bytes], Any] = {}
 
 
 def _prepared_scorer(family: str, settings: dict[str, Any], *answer_and_task: Any) -> Any:
-    return _scorer(family, msgspec.json.encode(settings, order="deterministic"))
+    key = family, msgspec.json.encode(settings, order="deterministic")
+    if key not in _scorers:
+        _scorers[key] = Family(family, settings).made(seed=0, size=1)
+    return _scorers[key]
 
 
 def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, Any]) -> float:
@@ -131,12 +135,8 @@ score.before_fork = _prepared_scorer  # type: ignore[attr-defined]  # importing 
 
 def as_task(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of a dataset as JSON."""
-    answer = entry["answer"]
-    return {
-        "question": str(entry["question"]),
-        "answer": None if answer is None else str(answer),
-        "metadata": portable(entry["metadata"]),
-    }
+    answer = None if entry["answer"] is None else str(entry["answer"])
+    return {"question": str(entry["question"]), "answer": answer, "metadata": portable(entry["metadata"])}
 
 
 def portable(value: Any) -> Any:
@@ -178,12 +178,6 @@ def restored(value: Any) -> Any:
 
 
 _RESTORE = {TUPLE: tuple, DICT: dict, SET: frozenset, WHOLE: int}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
 
 
 def _shaped(value: Any, like: Any) -> Any:
@@ -253,29 +247,21 @@ def _received(request: Request, ours: socket.socket, process: subprocess.Popen[b
                 case {"refused": [fact, key, value, fix]}:
                     raise BadInput(fact, key=key, value=value, fix=fix)
                 case {"left_out": left_out, "why": why}:
-                    _warn_of_shortage(request, len(tasks), left_out, why)
+                    if left_out:
+                        log.warning("%s: %d tasks were left out: %s", request.title, left_out, why)
+                    if (made := len(tasks)) < request.num_tasks:
+                        words = "%s: only %d different questions for %s, not %d: %d draws in a row gave no new one"
+                        sizes = request.num_tasks, MAX_FUTILE_DRAWS
+                        log.warning(words, request.title, made, request.split, *sizes)
                     return tasks
             if (elapsed := time.monotonic() - started) > next_report:
                 next_report = 2 * elapsed
                 log.info("%s: %d of %d tasks made in %.0f s", request.title, len(tasks), request.num_tasks, elapsed)
     except TimeoutError as error:
-        raise BadInput(
-            f"{request.title} made {len(tasks)} tasks, then none for {STALL_TIMEOUT_S:g} s, with {request.settings}",
-            key="args.num_tasks",
-            value=request.num_tasks,
-            fix="Lower num_tasks, or choose easier settings.",
-        ) from error
+        fact = f"{request.title} made {len(tasks)} tasks, then none for {STALL_TIMEOUT_S:g} s, with {request.settings}"
+        key, fix = "args.num_tasks", "Lower num_tasks, or choose easier settings."
+        raise BadInput(fact, key=key, value=request.num_tasks, fix=fix) from error
     raise BadInput(f"the process that makes the tasks {describe_exit(process.wait())}", value=request.title)
-
-
-def _warn_of_shortage(request: Request, made: int, left_out: int, why: str) -> None:
-    if left_out:
-        log.warning("%s: %d tasks were left out: %s", request.title, left_out, why)
-    if made < request.num_tasks:
-        log.warning(
-            "%s: only %d different questions for %s, not %d: %d draws in a row gave no new one",
-            request.title, made, request.split, request.num_tasks, MAX_FUTILE_DRAWS,
-        )  # fmt: skip
 
 
 def main() -> None:
@@ -294,7 +280,11 @@ def made(request: Request) -> Iterator[dict[str, Any]]:
     questions: set[str] = set()
     faults: list[str] = []
     futile = 0
-    for number, (task, fault) in enumerate(_draws(request), 1):
+    family = Family(request.family, request.settings)
+    seed = random.Random(f"reasoning-gym-{request.seed}").randrange(2**31)
+    datasets = (family.made(seed + first, DATASET_SIZE) for first in itertools.count(0, DATASET_SIZE))
+    draws = (_draw(request, dataset, index) for dataset in datasets for index in range(DATASET_SIZE))
+    for number, (task, fault) in enumerate(draws, 1):
         futile += 1
         if fault:
             faults.append(fault)
@@ -317,16 +307,8 @@ def is_held_out(question: str) -> bool:
     return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % EVAL_SHARE == 0
 
 
-def _draws(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield tasks without end, each with its fault, or ""."""
-    family = Family(request.family, request.settings)
-    seed = random.Random(f"reasoning-gym-{request.seed}").randrange(2**31)
-    for first in itertools.count(0, DATASET_SIZE):
-        dataset = family.made(seed + first, DATASET_SIZE)
-        yield from (_draw(request, dataset, index) for index in range(DATASET_SIZE))
-
-
 def _draw(request: Request, dataset: Any, index: int) -> tuple[dict[str, Any], str]:
+    """Return a task, and its fault, or ""."""
     started = time.perf_counter()
     try:
         task = _made(dataset, index)

@@ -13,6 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,7 @@ from headrace.environments.arguments import BadArgument, check_whole, import_arg
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
 from headrace.environments.fault import fault_of
-from headrace.environments.shipped.drawing import seeds_of
+from headrace.environments.shipped.common import seeds_of
 from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 
@@ -39,6 +40,7 @@ NOTHING_NEW = "It is your turn."
 Opponent = Callable[[str, random.Random], str]
 
 
+@dataclass(eq=False)
 class TextArena(Environment):
     """A textarena game; the tasks are `num_tasks` seeds, `make` has the arguments of the game.
 
@@ -51,39 +53,35 @@ class TextArena(Environment):
     reply) loses the game.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: str = "train",
-        num_tasks: int = 1000,
-        max_turns: int = 100,
-        opponent: str | None = None,
-        make: dict[str, Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._seeds = seeds_of(split, num_tasks, seed)
-        check_whole("max_turns", max_turns, 1)
-        self._name = name
-        self._args = dict(make or {})
+    name: str
+    split: str = "train"
+    num_tasks: int = 1000
+    max_turns: int = 100
+    opponent: str | None = None
+    make: dict[str, Any] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._seeds = seeds_of(self.split, self.num_tasks, self.seed)
+        check_whole("max_turns", self.max_turns, 1)
         self._textarena = library("textarena", "textarena")
-        self._seats = _seats(self._textarena, name, self._args)
-        if opponent is not None and self._seats == 1:
-            raise BadArgument("it is a game for one", key="opponent", value=opponent, fix="Leave opponent out.")
-        self._opponent = _opponent(opponent)
-        self._max_turns = max_turns
+        self._seats = _seats(self._textarena, self.name, self.make or {})
+        if self.opponent is not None and self._seats == 1:
+            raise BadArgument("it is a game for one", key="opponent", value=self.opponent, fix="Leave opponent out.")
+        self._opponent: Opponent | None = None
+        if self.opponent is not None:
+            self._opponent = random_move if self.opponent == RANDOM else import_argument("opponent", self.opponent)
 
     def tasks(self) -> list[dict[str, Any]]:
         return [{"seed": seed} for seed in self._seeds]
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         seed: int = task.data["seed"]
-        game = Game(self._textarena, self._name, self._args, self._seats, seed)
+        game = Game(self._textarena, self.name, self.make or {}, self._seats, seed)
         trained = [seed % 2] if self._opponent is not None else list(range(self._seats))
         names = ["policy"] if len(trained) == 1 else [f"player_{seat}" for seat in trained]
-        chats = {
-            seat: Chat(context, max_turns=self._max_turns, agent=name)
-            for seat, name in zip(trained, names, strict=True)
-        }
+        players = zip(trained, names, strict=True)
+        chats = {seat: Chat(context, max_turns=self.max_turns, agent=name) for seat, name in players}
         rng = random.Random(f"opponent-{seed}")
         over = False
         while not over:
@@ -170,25 +168,22 @@ class Game:
     def _own_random_state(self) -> Iterator[None]:
         """Replace the global random states by the game's own while it computes."""
         outer = random.getstate(), np.random.get_state()
-        _set_random_states(*self._random_states)
+        self._set_random_states(*self._random_states)
         try:
             yield
         finally:
             self._random_states = random.getstate(), np.random.get_state()
-            _set_random_states(*outer)
+            self._set_random_states(*outer)
+
+    @staticmethod
+    def _set_random_states(plain: Any, of_numpy: Any) -> None:
+        random.setstate(plain)
+        np.random.set_state(of_numpy)
 
     def metrics(self, seat: int) -> dict[str, float]:
-        info = self._inside.state.game_info.get(seat, {})
-        return {
-            "invalid_move": float(bool(info.get("invalid_move"))),
-            "forfeited": float(self.forfeited == seat),
-            "game_crashed": float(self._crashed),
-        }
-
-
-def _set_random_states(plain: Any, of_numpy: Any) -> None:
-    random.setstate(plain)
-    np.random.set_state(of_numpy)
+        invalid = bool(self._inside.state.game_info.get(seat, {}).get("invalid_move"))
+        flags = {"invalid_move": invalid, "forfeited": self.forfeited == seat, "game_crashed": self._crashed}
+        return {name: float(flag) for name, flag in flags.items()}
 
 
 def random_move(text: str, rng: random.Random) -> str:
@@ -196,18 +191,8 @@ def random_move(text: str, rng: random.Random) -> str:
     for paragraph in reversed(text.split("\n\n")):
         if moves := MOVE.findall(paragraph):
             return str(rng.choice(moves))
-    raise EpisodeError(
-        "no_random_move",
-        f'this game shows no moves in brackets; set opponent to a function of your own, not "{RANDOM}"',
-        place="random_move",
-    )
-
-
-def _opponent(name: str | None) -> Opponent | None:
-    if name is None or name == RANDOM:
-        return None if name is None else random_move
-    function: Opponent = import_argument("opponent", name)
-    return function
+    text = f'this game shows no moves in brackets; set opponent to a function of your own, not "{RANDOM}"'
+    raise EpisodeError("no_random_move", text, place="random_move")
 
 
 def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
@@ -227,9 +212,8 @@ def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
                 return seats
     reason = "it takes other numbers of players" if problem is None else fault_of(problem).text
     reason = " ".join(reason.replace("*", " ").split())[:MAX_PROBLEM_CHARACTERS].rstrip(".")
-    raise BadInput(
-        f"cannot be played here, by one or by two: {reason}",
-        value=f"textarena:{name}",
-        fix="Choose another game. Some fetch word lists, call other models, are for more than two, or need a newer "
-        "Python.",
-    ) from problem
+    fact = f"cannot be played here, by one or by two: {reason}"
+    fix = (
+        "Choose another game. Some fetch word lists, call other models, are for more than two, or need a newer Python."
+    )
+    raise BadInput(fact, value=f"textarena:{name}", fix=fix) from problem

@@ -4,7 +4,6 @@
 environment for run files.
 """
 
-from headrace.environments.agents.environment import AgentEnvironment, Endpoint
-from headrace.environments.agents.program import AgentProgram
+from headrace.environments.agents.program import AgentEnvironment, AgentProgram, Endpoint
 
 __all__ = ["AgentEnvironment", "AgentProgram", "Endpoint"]

@@ -1,4 +1,9 @@
-"""`id = "agent"`: an agent named in a run file, a function or a program, on tasks from a file or a function.
+"""Environments whose episodes are run by an existing agent, which calls the policy through OpenAI's API.
+
+Subclass `AgentEnvironment` and implement `tasks`, `act` (run the agent) and `score`. `id = "agent"` is one for agents
+named in a run file: a function or a program, on tasks from a file or a function. All calls of an episode form one
+rollout: a call that continues an earlier reply continues its tokens, and a sub-agent with its own prompt becomes its
+own sample.
 
 A program is one process per episode. With all that it has started it forms a process group, which is killed when the
 program ends or its episode is cancelled; if this process is killed, a reaper process does the same (`reaper.py`).
@@ -16,25 +21,139 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+from headrace.environments import arguments
 from headrace.environments.agents import reaper
-from headrace.environments.agents.environment import AgentCrashed, AgentEnvironment, Endpoint, Score
-from headrace.environments.arguments import (
-    BadArgument,
-    bound,
-    check_flag,
-    check_mistakes,
-    check_number,
-    import_argument,
-)
+from headrace.environments.agents.episode import Episode
+from headrace.environments.agents.proxy import HOST, Proxy
+from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.child_process import describe_exit, kill_group
-from headrace.environments.data.tables import FILES, read_rows
+from headrace.environments.fault import fault_of
+from headrace.environments.tables import FILES, read_rows
 from headrace.environments.time_limit import ThreadCall
-from headrace.rollout.types import Message, Task
+from headrace.rollout.types import Message, Rollout, Task
+
+NO_PROXY = ("no_proxy", "NO_PROXY")
+Score = float | Mapping[str, float]
+
+
+class Endpoint(NamedTuple):
+    """The arguments for OpenAI's client."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+class AgentCrashed(EpisodeError):
+    """An agent that raised, or a program that failed; not a fault of the environment."""
+
+    def __init__(self, message: str, *, place: str = "", remote_traceback: str = "") -> None:
+        super().__init__("agent_crashed", message, place=place, remote_traceback=remote_traceback)
+
+
+class AgentEnvironment(Environment):
+    """Base of agent environments. `model` is the model name for the agent.
+
+    An episode whose agent crashes fails and is not trained on, unless `crash_reward` is set: for agents that crash
+    because of what a model writes. With `describe_tools` false the agent's tools are not in the prompt, for a policy
+    that was trained to call them anyway.
+    """
+
+    def __init__(self, model: str = "policy", crash_reward: float | None = None, describe_tools: bool = True) -> None:
+        self._proxy = Proxy(model, describe_tools)
+        self._crash_reward = crash_reward
+
+    async def act(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
+        """Run the agent on a task's data and return its result for `score`. Cancelled if the episode ends first."""
+        raise NotImplementedError
+
+    async def score(self, result: Any, data: dict[str, Any], messages: list[Message]) -> Score:
+        """Return the reward of the agent's result: a number, or numbers by name, which are summed.
+
+        `messages` is the conversation with the latest reply.
+        """
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        bypass_proxy_for_loopback(os.environ)
+        await self._proxy.start()
+
+    async def close(self) -> None:
+        await self._proxy.close()
+
+    async def run(self, task: Task, context: Context) -> list[Rollout]:
+        with self._proxy.episode(context) as episode:
+            try:
+                result = await self._play(task.data, episode)
+            except AgentCrashed as error:
+                if self._crash_reward is not None and episode.turns:
+                    return [_rollout(episode, {"crashed": self._crash_reward}, crashed=True)]
+                if episode.overflow is None:
+                    raise
+                raise EpisodeError("context_full", f"{episode.overflow}; the agent gave up: {error}") from error
+        if not episode.turns:
+            raise EpisodeError("no_calls", "the agent made no call to the model: it must use the given base_url")
+        score = await self.score(result, task.data, episode.transcript.conversations[-1])
+        return [_rollout(episode, dict(score) if isinstance(score, Mapping) else {"reward": score})]
+
+    async def _play(self, data: dict[str, Any], episode: Episode) -> Any:
+        """Return the agent's result. Raises `AgentCrashed` for its exceptions, and the original of the context's."""
+        endpoint = Endpoint(self._proxy.url(episode), episode.token, self._proxy.model)
+        acting = asyncio.ensure_future(self._act(data, endpoint))
+        failing = asyncio.ensure_future(episode.failed.wait())
+        try:
+            await asyncio.wait({acting, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if episode.failure is not None:
+                raise episode.failure
+            result, error = acting.result()
+        finally:
+            failing.cancel()
+            acting.cancel()
+            await asyncio.wait({acting})
+        if error is None:
+            return result
+        if isinstance(error, EpisodeError):
+            raise error
+        fault = fault_of(error)
+        raise AgentCrashed(fault.text, place=fault.place, remote_traceback=fault.traceback) from error
+
+    async def _act(self, data: dict[str, Any], endpoint: Endpoint) -> tuple[Any, BaseException | None]:
+        """Return the agent's result or exception: sys.exit() raised from a task would end the process."""
+        try:
+            return await self.act(data, endpoint), None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return None, error
+
+
+def _rollout(episode: Episode, rewards: dict[str, float], crashed: bool = False) -> Rollout:
+    is_cut = bool(episode.turns) and episode.turns[-1].finish_reason == "length"
+    stop_reason = "context_full" if episode.overflow is not None else "truncated" if is_cut else ""
+    conversations = episode.transcript.conversations
+    metrics = {"turns": len(episode.turns), "conversations": len(conversations), "tool_calls": episode.calls}
+    return Rollout(
+        rewards=rewards,
+        metrics={**metrics, "crashed": float(crashed)},
+        messages=conversations[-1],
+        turns=episode.turns,
+        truncated=bool(stop_reason),
+        stop_reason=stop_reason or ("crashed" if crashed else ""),
+    )
+
+
+def bypass_proxy_for_loopback(variables: MutableMapping[str, str]) -> None:
+    """Add this machine to the hosts that HTTP clients reach without a proxy."""
+    for name in NO_PROXY:
+        hosts = [host for host in variables.get(name, "").split(",") if host]
+        if HOST not in hosts and "*" not in hosts:
+            variables[name] = ",".join([*hosts, HOST])
+
 
 MAX_REWARD = 1e9
 MAX_ERROR_CHARS = 2000
@@ -72,9 +191,9 @@ class AgentProgram(AgentEnvironment):
         demonstrate_mistakes: float = 0.0,
     ) -> None:
         if crash_reward is not None:
-            check_number("crash_reward", crash_reward, -MAX_REWARD, MAX_REWARD)
-        check_mistakes(demonstrate_mistakes)
-        check_flag("describe_tools", describe_tools)
+            arguments.check_number("crash_reward", crash_reward, -MAX_REWARD, MAX_REWARD)
+        arguments.check_mistakes(demonstrate_mistakes)
+        arguments.check_flag("describe_tools", describe_tools)
         super().__init__(model, crash_reward, describe_tools)
         self.demonstrate_mistakes = demonstrate_mistakes
         self._agent = _check_agent(agent, command)
@@ -118,21 +237,21 @@ class AgentProgram(AgentEnvironment):
 def _check_agent(agent: str | None, command: Sequence[str] | None) -> Callable[..., Any] | None:
     if (agent is None) == (command is None):
         fix = "Give either agent, the import path of a function, or command, a program and its arguments."
-        raise BadArgument("expected one of agent and command", key="agent", value=agent, fix=fix)
+        raise arguments.BadArgument("expected one of agent and command", key="agent", value=agent, fix=fix)
     if agent is not None:
         return _function(agent, "agent")
     if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
         fix = 'For example ["python", "my_agent.py"].'
-        raise BadArgument("expected a list of texts", key="command", value=command, fix=fix)
+        raise arguments.BadArgument("expected a list of texts", key="command", value=command, fix=fix)
     if shutil.which(command[0]) is None:
-        raise BadArgument(f"program {command[0]!r} not found", key="command", value=command)
+        raise arguments.BadArgument(f"program {command[0]!r} not found", key="command", value=command)
     return None
 
 
 def _function(path: str, argument: str) -> Callable[..., Any]:
-    function: Any = import_argument(argument, path)
+    function: Any = arguments.import_argument(argument, path)
     if not callable(function):
-        raise BadArgument(f"a {type(function).__name__}, not a function", key=argument, value=path)
+        raise arguments.BadArgument(f"a {type(function).__name__}, not a function", key=argument, value=path)
     return function  # type: ignore[no-any-return]
 
 
@@ -140,9 +259,9 @@ def _rows(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, A
     if Path(tasks).suffix in FILES or Path(tasks).is_file():
         if args:
             fact = f"tasks = {tasks!r} is a file, which takes no arguments"
-            raise BadArgument(fact, key="task_args", value=args, fix="Leave task_args out.")
+            raise arguments.BadArgument(fact, key="task_args", value=args, fix="Leave task_args out.")
         return functools.partial(read_rows, tasks)
-    return bound(_function(tasks, "tasks"), args, within="task_args.")
+    return arguments.bound(_function(tasks, "tasks"), args, within="task_args.")
 
 
 class Processes:

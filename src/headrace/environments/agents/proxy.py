@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,8 +21,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.environments.agents.chat_completions import ChatRequest, ignored_settings, response_body, response_events
-from headrace.environments.agents.episode import Episode, EpisodeOver
+from headrace.environments.agents.episode import (
+    ChatRequest,
+    Episode,
+    EpisodeOver,
+    ignored_settings,
+    response_body,
+    response_events,
+)
 from headrace.environments.base import Context, PromptTooLong
 from headrace.inference.backend import InvalidRequest
 from headrace.inference.server.reading import LargeBodies, decode_body, read_body
@@ -157,17 +164,8 @@ class _Server(uvicorn.Server):
     """uvicorn without signal handlers, which waits for an event instead of polling."""
 
     def __init__(self, app: Starlette) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                date_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "date_header": False}
+        super().__init__(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, **quiet))
         self.stopping = asyncio.Event()
 
     async def main_loop(self) -> None:

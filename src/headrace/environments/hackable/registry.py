@@ -1,18 +1,70 @@
-"""Data providers and objectives, by name, by import path or by file; rewards have a registry of their own.
+"""Data providers and objectives, by name, by import path or by file, and the samples that they share.
 
-A shipped one is a file in `providers/` or `objectives/` that registers it.
+The shipped ones are in `providers.py` and `objectives.py`; rewards have a registry of their own. A sample whose prompt
+requests the strict format has the tags in its `info`, so that every reward parses a completion by the format that the
+prompt requested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
-from headrace.environments.hackable.samples import TrainingSample
 from headrace.environments.plugins import Plugin, PluginRegistry
+from headrace.environments.rewards.base import SampleData
+from headrace.environments.strict_format import TAGS, format_with
+from headrace.environments.tables import checksum, example_key
 from headrace.errors import BadInput
+
+Rows = Iterable[dict[str, Any]]
+Tags = Sequence[str] | None
+
+
+class TrainingSample(msgspec.Struct, frozen=True):
+    """A prompt as the model sees it, the reference answer, and `info`, a dict of JSON values."""
+
+    prompt: str
+    answer: str
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The name of the example, by which records of other runs find it."""
+        return example_key(self.prompt, self.answer, self.info)
+
+    @property
+    def data(self) -> SampleData:
+        """The sample as rewards see it."""
+        return SampleData(self.prompt, self.answer, self.info)
+
+
+def asked(
+    question: str, answer: str, info: Mapping[str, Any], instructions: str | None = None, tags: Tags = None
+) -> TrainingSample:
+    """Return a sample whose prompt is the instructions for the strict format, then the question.
+
+    `instructions` replaces those; "" leaves the question alone. The key depends on neither, so that an example keeps
+    its name under other instructions.
+    """
+    strict = format_with(tags)
+    words = strict.instructions if instructions is None else instructions
+    key = info.get("key")
+    entries = {**info, "question": question, "key": checksum(question, answer) if key is None else str(key)}
+    if tags is not None:
+        entries[TAGS] = list(tags)
+    return TrainingSample(f"{words}\n\n{question}" if words else question, answer, entries)
+
+
+def samples_of(rows: Rows, instructions: str | None, tags: Tags) -> Iterator[TrainingSample]:
+    """Yield a sample for each row of `question`, `answer` and further columns, which go to `info`."""
+    for row in rows:
+        info = {name: value for name, value in row.items() if name not in ("question", "answer")}
+        yield asked(row["question"], row["answer"], info, instructions, tags)
+
 
 DATA_PROVIDERS = PluginRegistry("data provider", "headrace.environments.hackable.providers")
 OBJECTIVES = PluginRegistry("objective", "headrace.environments.hackable.objectives")
@@ -94,18 +146,16 @@ class DataProvider:
     """The samples of a provider, the same ones at each iteration."""
 
     def __init__(self, name: str, make: Callable[[], Iterable[TrainingSample]]) -> None:
-        self.name = name
+        self._error = partial(BadInput, key="data provider", value=name)
         self._make = make
 
     def __iter__(self) -> Iterator[TrainingSample]:
         samples: Any = self._make()
         if not isinstance(samples, Iterable):
-            fact = f"expected an iterable of samples, got a {type(samples).__name__}"
-            raise BadInput(fact, key="data provider", value=self.name)
+            raise self._error(f"expected an iterable of samples, got a {type(samples).__name__}")
         for number, sample in enumerate(samples):
             if not isinstance(sample, TrainingSample):
-                fact = f"sample {number} is a {type(sample).__name__}, not a TrainingSample"
-                raise BadInput(fact, key="data provider", value=self.name)
+                raise self._error(f"sample {number} is a {type(sample).__name__}, not a TrainingSample")
             yield sample
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import partial
 
 from headrace.environments.rewards.mathematics.latex import LONGEST, Unreadable
@@ -64,10 +65,12 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
         return text[start : start + LONGEST].lstrip().partition("\n")[0].strip()
     end = text[-END_CHARACTERS:]
     *_, announcement = [None, *_ANSWER_IS.finditer(end)]
-    announced = None
+    announced, is_prose = None, True
     if announcement is not None:
         announced = _END_OF_ANSWER.split(end[announcement.end() :].lstrip(), maxsplit=1)[0].rstrip(". ")
-    numbers = _NUMBER.findall(end) if last_number and (announced is None or _is_prose(announced)) else []
+        with suppress(Unreadable):
+            is_prose = has_words(shape_of(announced, variables=False))
+    numbers = _NUMBER.findall(end) if last_number and is_prose else []
     return numbers[-1] if numbers else announced
 
 
@@ -133,10 +136,3 @@ def _end_of_box(text: str, start: int) -> int | None:
         if not depth:
             return match.end()
     return None
-
-
-def _is_prose(answer: str) -> bool:
-    try:
-        return has_words(shape_of(answer, variables=False))
-    except Unreadable:
-        return True

@@ -27,21 +27,12 @@ from typing import Any
 
 import msgspec
 
+from headrace.environments import isolation
 from headrace.environments.arguments import BadArgument
-from headrace.environments.cgroup import make_cgroup
 from headrace.environments.child_process import ONE_THREAD, adopt_orphans
 from headrace.environments.code_runner import end_descendants, remove_tree
-from headrace.environments.isolation import (
-    bubblewrap_command,
-    current_settings,
-    filter_hex,
-    identity,
-    podman_command,
-    register_untrusted,
-)
 from headrace.environments.rewards.answers import last_block
-from headrace.environments.rewards.base import Counts, Data, SandboxReward, gold_of
-from headrace.environments.rewards.registry import register_with_part
+from headrace.environments.rewards.base import Counts, Data, SandboxReward, gold_of, register_with_part
 from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
 
 RUNNER = str(Path(__file__).parents[1] / "code_runner.py")
@@ -89,7 +80,7 @@ class CodeExecution(SandboxReward):
         if image_field is not None and shutil.which("podman") is None:
             fact = "tasks with images need podman, which is not installed"
             raise BadArgument(fact, key="image_field", value=image_field, fix="Install podman.")
-        settings = current_settings()
+        settings = isolation.current_settings()
         too_long = "solutions that blocked the program that runs the tests"
         failed = "solutions that ended the process that runs the tests"
         super().__init__(timeout, processes, Counts(self.name, timeouts=too_long, failures=failed))
@@ -103,8 +94,8 @@ class CodeExecution(SandboxReward):
             "disk_mb": disk_mb,
             "max_output": min(max_output, settings.output_mb << 20),
             "processes": settings.processes,
-            "contained": register_untrusted("solution"),
-            "filter": filter_hex(),
+            "contained": isolation.register_untrusted("solution"),
+            "filter": isolation.filter_hex(),
         }
         self._all_or_nothing = all_or_nothing
         self._sandbox = Sandbox(processes, memory_mb=None)
@@ -119,8 +110,15 @@ class CodeExecution(SandboxReward):
             raise ValueError(f"the task has no tests under {self._tests_field!r}")
         image = None if self._image_field is None else data.get(self._image_field)
         await self._check_installation(image)
-        job = {"entry": entry, "image": image, **self._limits}
-        passed = await self._passed(text, tests, job)
+        passed = []  # if the solution stops the runner
+        try:
+            passed = await self._run(text, tests, {"entry": entry, "image": image, **self._limits})
+        except CallTimeout:
+            self.counts.add("timeouts")
+        except CallFailed as error:
+            if error.kind != "process":
+                raise
+            self.counts.add("failures")
         return float(len(passed) == len(tests) and all(passed)) if self._all_or_nothing else sum(passed) / len(tests)
 
     async def close(self) -> None:
@@ -138,19 +136,8 @@ class CodeExecution(SandboxReward):
                 raise RuntimeError("the test runner does not work; see its log above")
             self._working_images.add(image)
 
-    async def _passed(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
-        """Return which tests pass; an empty list if the solution stops the runner."""
-        try:
-            return await self._run(text, tests, job)
-        except CallTimeout:
-            self.counts.add("timeouts")
-        except CallFailed as error:
-            if error.kind != "process":
-                raise
-            self.counts.add("failures")
-        return []
-
     async def _run(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
+        """Return which tests pass. Raises `CallTimeout` or `CallFailed` if the solution stops the runner."""
         self._folder = self._folder or tempfile.mkdtemp(prefix="headrace-code-")
         limit = CPU_BOUND_PATIENCE * job["timeout"] + GRACE_S
         call = f"{__name__}:run_tests", text, tests, job, self._folder
@@ -197,7 +184,7 @@ def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
     directory = tempfile.mkdtemp(dir=folder)
     most = len(job["tests"]) * MAX_ESCAPED * (job["max_output"] + READ_BYTES)
     memory_mb = job["memory_mb"] + 2 * job["disk_mb"] + OVERHEAD_MB
-    group = make_cgroup(memory_mb, job["processes"]) if job["contained"] and not job["image"] else None
+    group = isolation.make_cgroup(memory_mb, job["processes"]) if job["contained"] and not job["image"] else None
     try:
         command, variables = _command(job, directory)
         runner = subprocess.Popen(
@@ -227,11 +214,11 @@ def _command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapping[st
     if job["image"]:
         job |= {"contained": True, "user": None}  # podman has changed it
         limits = {"memory_mb": job["memory_mb"], "processes": job["processes"]}
-        return podman_command(job["image"], python, files, disk_mb=disk_mb, **limits), os.environ
+        return isolation.podman_command(job["image"], python, files, disk_mb=disk_mb, **limits), os.environ
     python[0] = sys.executable
-    job |= identity(contained=job["contained"])
+    job |= isolation.identity(contained=job["contained"])
     if job["contained"]:
-        return bubblewrap_command(python, files, user=job["user"], disk_mb=disk_mb), os.environ
+        return isolation.bubblewrap_command(python, files, user=job["user"], disk_mb=disk_mb), os.environ
     return [*python[:-1], RUNNER], {"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD}
 
 

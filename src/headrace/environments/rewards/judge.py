@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.environments.rewards.base import Counts, Data, gold_of
-from headrace.environments.rewards.registry import register_with_part
+from headrace.environments.rewards.base import Counts, Data, gold_of, register_with_part
 from headrace.errors import BadInput, Failure
 from headrace.inference.client.openai_client import OpenAIClient, OpenAIError
 
@@ -118,9 +117,8 @@ class Judge:
     ) -> None:
         if isinstance(on_failure, str) and on_failure != "error":
             raise BadInput("expected 'error' or a number", key="on_failure", value=on_failure)
-        self.counts = Counts(
-            self.name, calls="requests", cached="answers from the cache", failures="answers without a score"
-        )
+        kinds = {"calls": "requests", "cached": "answers from the cache", "failures": "answers without a score"}
+        self.counts = Counts(self.name, **kinds)
         self._client = OpenAIClient(base_url, model, api_key_var, timeout, headers, max_concurrent)
         self._parts = _parsed_template(prompt)
         self._system = system

@@ -9,11 +9,18 @@ from __future__ import annotations
 import re
 
 from headrace.environments.rewards.answers import FINAL_ANSWER_MARK, Extract, boxed_answer, extract_named
-from headrace.environments.rewards.base import Counts, Data, SandboxReward, check_installed, gold_of
+from headrace.environments.rewards.base import (
+    Counts,
+    Data,
+    SandboxReward,
+    check_installed,
+    gold_of,
+    register_reward,
+    register_with_part,
+)
 from headrace.environments.rewards.mathematics.comparison import Numbers, is_number, same
 from headrace.environments.rewards.mathematics.latex import Unreadable
 from headrace.environments.rewards.mathematics.shapes import Shape, has_variables, shape_of
-from headrace.environments.rewards.registry import register_reward, register_with_part
 
 ALGEBRA = "headrace.environments.rewards.mathematics.algebra:same_answer"
 RELATIVE_TOLERANCE = 1e-6

@@ -46,11 +46,6 @@ class RewardFailure(NamedTuple):
     traceback: str = ""
     error: BaseException | None = None
 
-    def as_episode_error(self) -> EpisodeError:
-        if isinstance(self.error, EpisodeError):
-            return self.error
-        return EpisodeError(self.reason, self.text, place=self.place, remote_traceback=self.traceback)
-
 
 Score = float | RewardFailure
 
@@ -95,7 +90,10 @@ class Rewards:
         scores = await asyncio.gather(*(self._score_completion(name, text, data) for name in names))
         for score in scores:
             if isinstance(score, RewardFailure):
-                raise score.as_episode_error() from score.error
+                if isinstance(score.error, EpisodeError):
+                    raise score.error
+                failed = EpisodeError(score.reason, score.text, place=score.place, remote_traceback=score.traceback)
+                raise failed from score.error
         return dict(zip(names, scores, strict=True))  # type: ignore[arg-type]
 
     async def score_group(
@@ -185,7 +183,7 @@ def _short(value: Any) -> str:
 
 
 def _named(rewards: Mapping[str, Any] | Sequence[Any], argument: str) -> dict[str, AnyReward]:
-    from headrace.environments.rewards.registry import build_from
+    from headrace.environments.rewards.base import build_from
 
     if isinstance(rewards, Mapping):
         pairs = [(name, build_from(reward, f"{argument}.{name}")) for name, reward in rewards.items()]

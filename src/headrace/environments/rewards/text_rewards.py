@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from headrace.environments.rewards.answers import last_block
-from headrace.environments.rewards.base import Counts, Data, SandboxReward, check_installed, gold_of
-from headrace.environments.rewards.registry import register_with_part
+from headrace.environments.rewards.base import Counts, Data, SandboxReward, check_installed, gold_of, register_with_part
 from headrace.errors import BadInput
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import Drawn, draw_tasks
-from headrace.environments.shipped.texts import replies, reply_similarity, tag, tagged, word_list
+from headrace.environments.shipped.common import Drawn, draw_tasks, replies, reply_similarity, tag, word_list
 from headrace.rollout.types import Message, Rollout, Task
 
 MAX_ITEMS = {"names": 80, "letters": 26}
@@ -40,7 +39,6 @@ class AlphabetSort(Drawn):
     items: str = "names"
     sort_by: str = "first"
     similarity_power: float = 1.0
-    terse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +51,6 @@ class AlphabetSort(Drawn):
         arguments.check_whole("max_names_per_turn", self.max_names_per_turn, max(2, low), most // self.max_turns)
         arguments.check_choice("sort_by", self.sort_by, ("first", "last", "either"))
         arguments.check_number("similarity_power", self.similarity_power, 0.1, 100)
-        arguments.check_flag("terse", self.terse)
         if self.sort_by != "first" and (self.terse or self.items == "letters"):
             fact = "only names can be sorted so, and only with terse = false, whose instruction says how"
             raise arguments.BadArgument(fact, key="sort_by", value=self.sort_by, fix="Leave sort_by at 'first'.")
@@ -70,7 +67,9 @@ class AlphabetSort(Drawn):
         turns: list[float] = []
         while reply := await chat.reply():
             wanted = in_order(task, len(turns) + 1)
-            turns.append(reply_similarity(self._read(reply.text), wanted))
+            body = self.read(reply.text, "sorted")[:MAX_ANSWER_CHARACTERS]
+            listed = body.split() if self.items == "letters" else [line.strip() for line in body.splitlines()]
+            turns.append(reply_similarity([item for item in listed if item], wanted))
             if len(turns) < len(batches):
                 chat.say(self._question(task, len(turns)))
             else:
@@ -124,13 +123,6 @@ class AlphabetSort(Drawn):
 
     def _write(self, items: Sequence[str]) -> str:
         return self._listed(items) if self.terse else tag("sorted", f"\n{self._listed(items)}\n")
-
-    def _read(self, text: str) -> list[str]:
-        """Return the items of an answer: those between the tags, or all of a terse one."""
-        body = (text if self.terse else tagged(text, "sorted") or "")[:MAX_ANSWER_CHARACTERS]
-        if self.items == "letters":
-            return body.split()
-        return [line.strip() for line in body.splitlines() if line.strip()]
 
 
 def in_order(task: Task, turns: int) -> list[str]:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.environments.arguments import check_flag, check_letters, check_whole
+from headrace.environments.arguments import bound, check_flag, check_letters, check_whole
 from headrace.environments.rewards.text_rewards import Exact
-from headrace.environments.shipped.drawing import draw_tasks
+from headrace.environments.shipped.common import draw_tasks
 from headrace.environments.single_turn import SingleTurn
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -17,23 +17,11 @@ OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 class Arithmetic(SingleTurn):
     """Two numbers of up to `digits` digits and one of `operations`; a `terse` prompt is "12+7="."""
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 2000,
-        digits: int = 2,
-        operations: str = "+-",
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
+    def __init__(self, terse: bool = False, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         check_flag("terse", terse)
-        super().__init__(
-            sums(split, num_tasks, digits, operations, seed),
-            lambda row: f"{row['question']}=" if terse else f"What is {row['question']}? Answer with the number alone.",
-            {"correct": Exact()},
-            demonstrate_mistakes=demonstrate_mistakes,
-        )
+        prompt = "{question}=" if terse else "What is {question}? Answer with the number alone."
+        rewards, share = {"correct": Exact()}, demonstrate_mistakes
+        super().__init__(bound(sums, rows)(), lambda row: prompt.format_map(row), rewards, demonstrate_mistakes=share)
 
 
 def sums(

@@ -14,12 +14,10 @@ from typing import Any
 
 from headrace.environments import arguments
 from headrace.environments.base import Context
-from headrace.environments.chat import Chat
+from headrace.environments.chat import Chat, ToolError
 from headrace.environments.script import call_tool, perturbed
-from headrace.environments.shipped.drawing import Drawn, draw_tasks
+from headrace.environments.shipped.common import Drawn, draw_tasks, replies
 from headrace.environments.shipped.expression import BadExpression, evaluate, written
-from headrace.environments.shipped.texts import replies
-from headrace.environments.tools import ToolError
 from headrace.rollout.types import Message, Rollout, Task
 
 OPERATORS = "+-*/%"
@@ -45,7 +43,6 @@ class Calculator(Drawn):
     max_digits: int = 4
     operators: str = "+-*"
     max_turns: int = 4
-    terse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +52,6 @@ class Calculator(Drawn):
         arguments.check_whole("max_digits", self.max_digits, self.min_digits, 9)
         arguments.check_letters("operators", self.operators, OPERATORS)
         arguments.check_whole("max_turns", self.max_turns, 2)
-        arguments.check_flag("terse", self.terse)
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(self._draw, self.split, self.num_tasks, self.seed))
@@ -63,8 +59,11 @@ class Calculator(Drawn):
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         value = evaluate(task.data["expression"])
         shown: list[Fraction] = []
+        expression = self._expression(task)
+        question = f"What is {expression}? Use the calculator, then end your reply with the number it shows."
+        question = f"{expression}=?" if self.terse else question
         tools, described = [self._tool(shown)], not self.terse
-        chat = Chat(context, self._question(task), tools=tools, describe_tools=described, max_turns=self.max_turns)
+        chat = Chat(context, question, tools=tools, describe_tools=described, max_turns=self.max_turns)
         reply = await chat.act()
         correct = reply is not None and is_right(reply.text, value)
         rewards = {"correct": float(correct), "used_tool": USED_TOOL * (value in shown)}
@@ -90,7 +89,10 @@ class Calculator(Drawn):
     def _draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw numbers and operators, sometimes with parentheses, without a division by zero."""
         while True:
-            terms = [self._number(rng) for _ in range(rng.randint(self.min_terms, self.max_terms))]
+            terms = []
+            for _ in range(rng.randint(self.min_terms, self.max_terms)):
+                digits = rng.randint(self.min_digits, self.max_digits)
+                terms.append(str(rng.randrange(10 ** (digits - 1), 10**digits)))
             if len(terms) > 2 and rng.random() < 0.5:
                 index = rng.randrange(len(terms) - 1)
                 terms[index], terms[index + 1] = f"({terms[index]}", f"{terms[index + 1]})"
@@ -100,18 +102,9 @@ class Calculator(Drawn):
             except BadExpression:
                 continue
 
-    def _number(self, rng: random.Random) -> str:
-        digits = rng.randint(self.min_digits, self.max_digits)
-        return str(rng.randrange(10 ** (digits - 1), 10**digits))
-
     def _expression(self, task: Task) -> str:
         expression: str = task.data["expression"]
         return expression.replace(" ", "") if self.terse else expression
-
-    def _question(self, task: Task) -> str:
-        if self.terse:
-            return f"{self._expression(task)}=?"
-        return f"What is {self._expression(task)}? Use the calculator, then end your reply with the number it shows."
 
     def _tool(self, shown: list[Fraction]) -> Callable[..., str]:
         """Return the calculator of one episode; it appends its results to `shown`."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from headrace.environments.arguments import check_flag, check_number, check_whole
+from headrace.environments.arguments import bound, check_flag, check_number, check_whole
 from headrace.environments.rewards.base import scaled
-from headrace.environments.shipped.drawing import draw_tasks
+from headrace.environments.shipped.common import draw_tasks, tag, tagged
 from headrace.environments.shipped.expression import BadExpression, evaluate
-from headrace.environments.shipped.texts import tag, tagged
 from headrace.environments.single_turn import SingleTurn
 
 OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+}  # fmt: skip
 _OTHERS = re.compile(r"\*\*|//|[.%]")
 """Operations that `evaluate` supports and this game does not allow."""
 
@@ -33,34 +29,19 @@ class Countdown(SingleTurn):
     """
 
     def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 2000,
-        numbers: int = 4,
-        largest: int = 50,
-        format_reward: float = 0.1,
-        terse: bool = False,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
+        self, format_reward: float = 0.1, terse: bool = False, demonstrate_mistakes: float = 0.0, **tasks: Any
     ) -> None:
-        check_whole("numbers", numbers, 2, 8)
-        check_whole("largest", largest, 1, 10**6)
         check_number("format_reward", format_reward, 0, 1)
         check_flag("terse", terse)
         self._terse = terse
+        rewards = {
+            "solved": lambda text, row: float(self._value(text, row) == row["target"]),
+            "format": scaled(lambda text, row: float(self._value(text, row) is not None), format_reward),
+        }
         super().__init__(
-            draw_tasks(
-                lambda rng: _draw(rng, numbers, largest),
-                split,
-                num_tasks,
-                seed,
-                identity=lambda task: [sorted(task["numbers"]), task["target"]],
-            ),
+            bound(puzzles, tasks)(),
             self._ask,
-            {
-                "solved": lambda text, row: float(self._value(text, row) == row["target"]),
-                "format": scaled(lambda text, row: float(self._value(text, row) is not None), format_reward),
-            },
+            rewards,
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),
             demonstrate_mistakes=demonstrate_mistakes,
         )
@@ -85,13 +66,21 @@ class Countdown(SingleTurn):
         return value if used == sorted(data["numbers"]) and not _OTHERS.search(expression) else None
 
 
-def _draw(rng: random.Random, count: int, largest: int) -> dict[str, Any]:
-    """Draw numbers, and a positive whole number that they can be combined to as the target."""
-    while True:
-        numbers = [rng.randint(1, largest) for _ in range(count)]
-        solution, target = _combine(rng, numbers)
-        if target.denominator == 1 and 0 < target <= 100 * largest:
-            return {"numbers": numbers, "target": int(target), "solution": solution}
+def puzzles(
+    split: str = "train", num_tasks: int = 2000, numbers: int = 4, largest: int = 50, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield numbers, and as the target a positive whole number that they can be combined to, with the solution."""
+    check_whole("numbers", numbers, 2, 8)
+    check_whole("largest", largest, 1, 10**6)
+
+    def draw(rng: random.Random) -> dict[str, Any]:
+        while True:
+            drawn = [rng.randint(1, largest) for _ in range(numbers)]
+            solution, target = _combine(rng, drawn)
+            if target.denominator == 1 and 0 < target <= 100 * largest:
+                return {"numbers": drawn, "target": int(target), "solution": solution}
+
+    return draw_tasks(draw, split, num_tasks, seed, identity=lambda task: [sorted(task["numbers"]), task["target"]])
 
 
 def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, Fraction]:

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
-from headrace.environments.chat import Chat
+from headrace.environments.chat import Chat, ToolError
 from headrace.environments.script import call_tool
-from headrace.environments.shipped.drawing import check_split
-from headrace.environments.shipped.texts import replies
-from headrace.environments.tools import ToolError
+from headrace.environments.shipped.common import check_split, replies
 from headrace.rollout.types import Message, Rollout, Task
 
 MAX_HITS = 5

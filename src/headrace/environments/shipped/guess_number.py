@@ -14,8 +14,7 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import Drawn
-from headrace.environments.shipped.texts import replies, tag, tagged
+from headrace.environments.shipped.common import Drawn, replies
 from headrace.rollout.types import Message, Rollout, Task
 
 SPEED = 0.5
@@ -31,14 +30,12 @@ class GuessNumber(Drawn):
 
     highest: int = 100
     max_guesses: int | None = None
-    terse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole("highest", self.highest, 2, 10**MAX_DIGITS - 1)
         if self.max_guesses is not None:
             arguments.check_whole("max_guesses", self.max_guesses, 1)
-        arguments.check_flag("terse", self.terse)
         self.by_halving = self.highest.bit_length()
         self.guesses = self.max_guesses or self.by_halving + SLACK
 
@@ -69,16 +66,16 @@ class GuessNumber(Drawn):
         """Return the middle of the remaining range; the last guess is the number."""
         number, earlier = task.data["number"], replies(messages)
         if len(earlier) + 1 >= self.guesses:
-            return self._write(number)
+            return self.write("guess", number)
         guesses = [guess for guess in map(self._read, earlier) if guess is not None]
         low = max([0, *(guess for guess in guesses if guess < number)]) + 1
         high = min([self.highest + 1, *(guess for guess in guesses if guess > number)]) - 1
-        return self._write((low + high) // 2)
+        return self.write("guess", (low + high) // 2)
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
         """Return any number but the right one."""
         other = rng.randrange(1, self.highest)
-        return self._write(other + (other >= task.data["number"]))
+        return self.write("guess", other + (other >= task.data["number"]))
 
     def _rules(self) -> str:
         if self.terse:
@@ -88,12 +85,9 @@ class GuessNumber(Drawn):
             f"is higher or lower. You have {self.guesses} guesses. Write one guess between <guess> and </guess>."
         )
 
-    def _write(self, number: int) -> str:
-        return str(number) if self.terse else tag("guess", str(number))
-
     def _read(self, text: str) -> int | None:
         """Return the guess; None if it is not a number in the range."""
-        digits = (text if self.terse else tagged(text, "guess") or "").strip()
+        digits = self.read(text, "guess")
         if not (digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS):
             return None
         return int(digits) if 1 <= int(digits) <= self.highest else None

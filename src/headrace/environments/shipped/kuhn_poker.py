@@ -1,33 +1,99 @@
-"""Kuhn poker for two agents: one policy in both seats, or in one of them against a fixed player.
+"""Kuhn poker (H. W. Kuhn, 1950) for two agents: one policy in both seats, or in one of them against a fixed player.
+
+Two players put in one chip each and get one of three cards. The player to act passes or bets one more chip: without a
+bet a pass is a check, after a bet it is a fold, and a bet is a call. Without a fold, the higher card wins the pot.
+
+A history is the sequence of actions, `p` or `b` each. A strategy gives for every information set, a card and a history
+(`Q`, `Kb`, `Jpb`), the probability of a bet; one table has the strategies of both seats. Everything is small enough to
+be enumerated, so that equilibria and the exploitability of a strategy are exact: 6 deals, 12 information sets, 64 pure
+strategies of a seat. Both splits have the same deals.
 
 A rollout is one seat's side of a deal; its reward is the chips that it won, so that the rewards of a deal sum to zero.
 A reply that names no legal action ends the game: it loses the maximum, two chips, to the other seat. A seat that has
 not acted by then has no rollout.
-
-Both splits have the same deals: there are only six.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations, product
 from typing import Any
 
 from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.shipped import kuhn
-from headrace.environments.shipped.drawing import check_split
-from headrace.environments.shipped.kuhn import BET, DEALS, PASS
-from headrace.environments.shipped.texts import tag, tagged
+from headrace.environments.shipped.common import check_split, tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
+CARDS = "JQK"
+PASS, BET = "p", "b"
+DEALS = tuple("".join(pair) for pair in permutations(CARDS, 2))
+"""The card of seat 0, then that of seat 1."""
+DECISIONS = ("", "p", "b", "pb")
+"""Histories after which a player acts: seat 0 first and last, seat 1 between."""
+INFORMATION_SETS = tuple(card + history for history in DECISIONS for card in CARDS)
+
+Strategy = Mapping[str, float]
+"""By information set, the probability of a bet."""
+
+
+def seat_to_act(history: str) -> int:
+    return len(history) % 2
+
+
+def is_over(history: str) -> bool:
+    return history not in DECISIONS
+
+
+def winnings(deal: str, history: str) -> int:
+    """Return what seat 0 wins, in chips; seat 1 wins the negative of it."""
+    if history.endswith(BET + PASS):  # the last player has folded
+        return 1 if seat_to_act(history) == 0 else -1
+    stake = 2 if BET in history else 1
+    return stake if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -stake
+
+
+def value(first: Strategy, second: Strategy) -> float:
+    """Return what seat 0 wins on average, playing `first` against `second`."""
+    return sum(_value(deal, "", (first, second)) for deal in DEALS) / len(DEALS)
+
+
+def best_responses(strategy: Strategy) -> tuple[float, float]:
+    """Return what a best response wins against a strategy: from seat 0, and from seat 1."""
+    from_first = max(value(pure, strategy) for pure in _pure_strategies(0))
+    from_second = max(-value(strategy, pure) for pure in _pure_strategies(1))
+    return from_first, from_second
+
+
+def exploitability(strategy: Strategy) -> float:
+    """Return the chips per game that a best response wins, averaged over both seats; 0 at equilibrium."""
+    return sum(best_responses(strategy)) / 2
+
+
+def equilibrium(alpha: float = 1 / 3) -> dict[str, float]:
+    """Return an equilibrium. Seat 0 bluffs with probability `alpha`, any from 0 to 1/3; that of seat 1 is unique."""
+    always_same = {"Jb": 0.0, "Kb": 1.0, "Jpb": 0.0, "Kpb": 1.0, "Q": 0.0, "Qp": 0.0, "Kp": 1.0}
+    return {**always_same, "J": alpha, "K": 3 * alpha, "Qpb": alpha + 1 / 3, "Jp": 1 / 3, "Qb": 1 / 3}
+
+
+def _value(deal: str, history: str, strategies: tuple[Strategy, Strategy]) -> float:
+    if is_over(history):
+        return winnings(deal, history)
+    seat = seat_to_act(history)
+    bets = strategies[seat][deal[seat] + history]
+    return (1 - bets) * _value(deal, history + PASS, strategies) + bets * _value(deal, history + BET, strategies)
+
+
+def _pure_strategies(seat: int) -> Iterator[dict[str, float]]:
+    own = [card + history for history in DECISIONS for card in CARDS if seat_to_act(history) == seat]
+    for choices in product((0.0, 1.0), repeat=len(own)):
+        yield dict(zip(own, choices, strict=True))
+
+
 SELF = "self"
-OPPONENTS: dict[str, dict[str, float]] = {
-    "random": dict.fromkeys(kuhn.INFORMATION_SETS, 0.5),
-    "nash": kuhn.equilibrium(),
-}
+OPPONENTS: dict[str, Strategy] = {"random": dict.fromkeys(INFORMATION_SETS, 0.5), "nash": equilibrium()}
 FORFEIT = 2
 """Chips that an illegal action loses: the most that a legal one can lose."""
 NAMES = {"J": "jack", "Q": "queen", "K": "king"}
@@ -60,7 +126,7 @@ class KuhnPoker(Environment):
         arguments.check_flag("terse", self.terse)
         arguments.check_mistakes(self.demonstrate_mistakes)
         self.fixed_player = OPPONENTS.get(self.opponent)
-        self._information_sets = {_user_texts(self.situation(name)): name for name in kuhn.INFORMATION_SETS}
+        self._information_sets = {_user_texts(self.situation(name)): name for name in INFORMATION_SETS}
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return the six deals; against a fixed player, from each seat, with random numbers for its two decisions."""
@@ -81,8 +147,8 @@ class KuhnPoker(Environment):
         seats = (0, 1) if self.fixed_player is None else (task.data["seat"],)
         chats: dict[int, Chat] = {}
         history, offender = "", None
-        while not kuhn.is_over(history) and offender is None:
-            seat = kuhn.seat_to_act(history)
+        while not is_over(history) and offender is None:
+            seat = seat_to_act(history)
             if seat in seats:
                 action = await self._ask(chats, deal[seat], history, context)
             else:
@@ -91,7 +157,7 @@ class KuhnPoker(Environment):
                 offender = seat
             else:
                 history += action
-        won = kuhn.winnings(deal, history) if offender is None else FORFEIT * (-1 if offender == 0 else 1)
+        won = winnings(deal, history) if offender is None else FORFEIT * (-1 if offender == 0 else 1)
         return [
             chat.rollout({"chips": float(-won if seat else won)}, {"illegal": float(seat == offender)})
             for seat, chat in chats.items()
@@ -99,7 +165,7 @@ class KuhnPoker(Environment):
 
     async def _ask(self, chats: dict[int, Chat], card: str, history: str, context: Context) -> str | None:
         """Return the policy's action; None if it is not legal."""
-        seat = kuhn.seat_to_act(history)
+        seat = seat_to_act(history)
         if seat in chats:
             chats[seat].say(self._state(history))
         else:
@@ -118,7 +184,7 @@ class KuhnPoker(Environment):
     def situation(self, information_set: str) -> list[Message]:
         """Return the conversation in which the policy acts at an information set."""
         card, history = information_set[0], information_set[1:]
-        question = {"role": "user", "content": self._question(card, history[: kuhn.seat_to_act(history)])}
+        question = {"role": "user", "content": self._question(card, history[: seat_to_act(history)])}
         if len(history) < 2:
             return [question]
         reply = {"role": "assistant", "content": self.write(history[0], "")}
@@ -141,15 +207,15 @@ class KuhnPoker(Environment):
 
     def _best(self, task: Task, information_set: str) -> str:
         if self.fixed_player is None:
-            return BET if kuhn.equilibrium()[information_set] >= 0.5 else PASS
+            return BET if equilibrium()[information_set] >= 0.5 else PASS
         return max((PASS, BET), key=lambda action: self._max_winnings(task, information_set[1:] + action))
 
     def _max_winnings(self, task: Task, history: str) -> int:
         """Return the most that can be won from here against an opponent whose random numbers are known."""
         deal, own = task.data["deal"], task.data["seat"]
-        if kuhn.is_over(history):
-            return kuhn.winnings(deal, history) * (-1 if own else 1)
-        seat = kuhn.seat_to_act(history)
+        if is_over(history):
+            return winnings(deal, history) * (-1 if own else 1)
+        seat = seat_to_act(history)
         actions = (PASS, BET) if seat == own else (self._opponent_action(task, deal[seat] + history),)
         return max(self._max_winnings(task, history + action) for action in actions)
 

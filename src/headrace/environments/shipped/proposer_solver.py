@@ -24,8 +24,7 @@ from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.arithmetic import OPERATIONS
-from headrace.environments.shipped.drawing import Drawn, draw_tasks
-from headrace.environments.shipped.texts import tag, tagged
+from headrace.environments.shipped.common import Drawn, draw_tasks
 from headrace.rollout.types import Message, Rollout, Task
 
 VALID = 0.1
@@ -47,14 +46,12 @@ class ProposerSolver(Drawn):
     num_solvers: int = 4
     max_digits: int = 2
     operators: str = "+-"
-    terse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole("num_solvers", self.num_solvers, 1, MAX_SOLVERS)
         arguments.check_whole("max_digits", self.max_digits, 1, MAX_DIGITS)
         arguments.check_letters("operators", self.operators, OPERATIONS)
-        arguments.check_flag("terse", self.terse)
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return tasks of a number and an operator for the problem, and another number that would do."""
@@ -75,11 +72,10 @@ class ProposerSolver(Drawn):
             return [proposer.rollout({"learnable": 0.0, "valid": 0.0}, {"invalid": 1.0})]
         expression = ("" if self.terse else " ").join(map(str, problem))
         question = f"What is {expression}? Write the number between <answer> and </answer>."
-        if self.terse:
-            question = f"{expression}="
+        question = f"{expression}=" if self.terse else question
         solvers = [Chat(context, question, agent="solver", max_turns=1) for _ in range(self.num_solvers)]
-        answers = [text if self.terse else tagged(text, "answer") or "" for text in await _replies(solvers)]
-        right = [float(answer.strip() == str(_value(problem))) for answer in answers]
+        value = str(_value(problem))
+        right = [float(self.read(text, "answer") == value) for text in await _replies(solvers)]
         share = sum(right) / len(right)
         rewards = {"learnable": 1 - abs(2 * share - 1), "valid": VALID}
         return [
@@ -90,14 +86,14 @@ class ProposerSolver(Drawn):
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         """Return the answer of a solver, or for a proposer the task's own problem."""
         problem = _problem_in(messages)
-        return self._proposal(task, task.data["other"]) if problem is None else self._answer(_value(problem))
+        return self._proposal(task, task.data["other"]) if problem is None else self.write("answer", _value(problem))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
         """Return a wrong number of a solver, or for a proposer another problem, since none is wrong."""
         problem = _problem_in(messages)
         if problem is None:
             return self._proposal(task, self._number(rng))
-        return self._answer(_value(problem) + rng.choice((-1, 1)) * rng.randint(1, 9))
+        return self.write("answer", _value(problem) + rng.choice((-1, 1)) * rng.randint(1, 9))
 
     def _number(self, rng: random.Random) -> int:
         """Draw a number whose number of digits is uniform."""
@@ -114,15 +110,11 @@ class ProposerSolver(Drawn):
         )
 
     def _proposal(self, task: Task, other: int) -> str:
-        problem = f"{task.data['number']}{task.data['operator']}{other}"
-        return problem if self.terse else tag("problem", problem)
-
-    def _answer(self, number: int) -> str:
-        return str(number) if self.terse else tag("answer", str(number))
+        return self.write("problem", f"{task.data['number']}{task.data['operator']}{other}")
 
     def _proposed(self, text: str, task: Task) -> Problem | None:
         """Return the problem of a reply; None if it is not within the bounds of the task."""
-        written = (text if self.terse else tagged(text, "problem") or "").strip()
+        written = self.read(text, "problem")
         match = _PROBLEM.fullmatch(written) if len(written) <= 2 * self.max_digits + 3 else None
         if match is None or max(len(match[1]), len(match[3])) > self.max_digits:
             return None

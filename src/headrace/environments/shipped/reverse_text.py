@@ -9,14 +9,14 @@ import random
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
-from headrace.environments.arguments import check_number, check_whole
+from headrace.environments.arguments import bound, check_number, check_whole
 from headrace.environments.base import Context, Demonstration, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards import Exact
-from headrace.environments.shipped.drawing import check_split, draw_tasks
-from headrace.environments.shipped.texts import reply_similarity
+from headrace.environments.shipped.common import check_split, draw_tasks, reply_similarity
 from headrace.environments.single_turn import SingleTurn
 from headrace.rollout.types import Message, Rollout, Task
 
@@ -72,25 +72,21 @@ class ReverseText(Environment):
 class Copying(SingleTurn):
     """Repeat the user's word of `min_letters` to `max_letters` random letters."""
 
-    def __init__(
-        self,
-        split: str = "train",
-        num_tasks: int = 2000,
-        min_letters: int = 4,
-        max_letters: int = 8,
-        seed: int = 0,
-        demonstrate_mistakes: float = 0.0,
-    ) -> None:
-        check_whole("min_letters", min_letters, 1)
-        check_whole("max_letters", max_letters, min_letters)
+    def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
+        rewards = {"similarity": lambda text, row: reply_similarity(text, row["answer"])}
+        metrics, share = {"exact": Exact()}, demonstrate_mistakes
+        prompt = itemgetter("answer")
+        super().__init__(bound(words, rows)(), prompt, rewards, metrics=metrics, demonstrate_mistakes=share)
 
-        def draw(rng: random.Random) -> dict[str, Any]:
-            return {"answer": "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_letters, max_letters)))}
 
-        super().__init__(
-            draw_tasks(draw, split, num_tasks, seed),
-            lambda row: str(row["answer"]),
-            {"similarity": lambda text, row: reply_similarity(text, row["answer"])},
-            metrics={"exact": Exact()},
-            demonstrate_mistakes=demonstrate_mistakes,
-        )
+def words(
+    split: str = "train", num_tasks: int = 2000, min_letters: int = 4, max_letters: int = 8, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield random words, each as the `answer`."""
+    check_whole("min_letters", min_letters, 1)
+    check_whole("max_letters", max_letters, min_letters)
+
+    def draw(rng: random.Random) -> dict[str, Any]:
+        return {"answer": "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_letters, max_letters)))}
+
+    return draw_tasks(draw, split, num_tasks, seed)

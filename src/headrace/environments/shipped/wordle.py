@@ -16,8 +16,7 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.drawing import Drawn, draw_tasks
-from headrace.environments.shipped.texts import replies, tag, tagged, word_list
+from headrace.environments.shipped.common import Drawn, draw_tasks, replies, word_list
 from headrace.rollout.types import Message, Rollout, Task
 
 LETTERS = 5
@@ -39,12 +38,10 @@ class Wordle(Drawn):
     """A word of five letters per task; a `terse` prompt has no rules, and a terse reply is the guess alone."""
 
     max_guesses: int = 6
-    terse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.check_whole("max_guesses", self.max_guesses, 1)
-        arguments.check_flag("terse", self.terse)
 
     def tasks(self) -> list[dict[str, Any]]:
         return list(draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed))
@@ -54,7 +51,7 @@ class Wordle(Drawn):
         chat = Chat(context, rules, max_turns=self.max_guesses)
         marks, invalid = "", 0
         while reply := await chat.reply():
-            guess = self._read(reply.text)
+            guess = self.read(reply.text, "guess").lower()
             problem = self._problem(guess)
             marks = "" if problem else feedback(guess, task.data["word"])
             invalid += bool(problem)
@@ -75,22 +72,17 @@ class Wordle(Drawn):
         """Return a word that is consistent with the feedback so far; the last guess is the secret."""
         secret, guesses = task.data["word"], replies(messages)
         if len(guesses) + 1 >= self.max_guesses:
-            return self._write(secret)
-        hints = {guess: feedback(guess, secret) for guess in map(self._read, guesses) if not self._problem(guess)}
+            return self.write("guess", secret)
+        words = [self.read(guess, "guess").lower() for guess in guesses]
+        hints = {word: feedback(word, secret) for word in words if not self._problem(word)}
         fitting = [word for word in answers() if all(feedback(guess, word) == hint for guess, hint in hints.items())]
-        return self._write(random.Random(f"{task.key}-{len(guesses)}").choice(fitting))
+        return self.write("guess", random.Random(f"{task.key}-{len(guesses)}").choice(fitting))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
         """Return any word but the secret."""
         while (word := rng.choice(answers())) == task.data["word"]:
             pass
-        return self._write(word)
-
-    def _write(self, word: str) -> str:
-        return word if self.terse else tag("guess", word)
-
-    def _read(self, text: str) -> str:
-        return (text if self.terse else tagged(text, "guess") or "").strip().lower()
+        return self.write("guess", word)
 
     def _problem(self, guess: str) -> str:
         """Return the feedback to an invalid guess, "" for a valid one. Only well-formed guesses are repeated."""

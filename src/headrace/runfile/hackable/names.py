@@ -265,16 +265,12 @@ def contradictions(result: Translated, explicit: Tree) -> list[BadInput]:
     """Return an error for each key that is set under both of its names, with different values."""
     both = leaves({section: explicit.get(section, {}) for section in ("trainer", "model", "orchestrator")})
     mine = leaves(result.tree)
-    return [
-        BadInput(
-            f"another name of {path}, which is {shown_value(value)}",
-            key=result.keys[path],
-            value=mine[path],
-            fix="Give one of them.",
-        )
-        for path, value in both.items()
-        if path in result.keys and not _same(mine[path], value)
-    ]
+    problems = []
+    for path, value in both.items():
+        if path in result.keys and not _same(mine[path], value):
+            fact = f"another name of {path}, which is {shown_value(value)}"
+            problems.append(BadInput(fact, key=result.keys[path], value=mine[path], fix="Give one of them."))
+    return problems
 
 
 def _unknown(noun: str, key: str, value: str, known: Collection[str]) -> BadInput:

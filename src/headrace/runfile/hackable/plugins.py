@@ -10,8 +10,7 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
@@ -60,7 +59,7 @@ def provider_named(name: str, key: str = "data.kwargs") -> Plugin:
 
 
 def reward_named(name: str) -> Plugin:
-    from headrace.environments.rewards.registry import REWARDS
+    from headrace.environments.rewards.base import REWARDS
 
     return Plugin(REWARDS, name, f"rewards.kwargs.{name}")
 
@@ -145,23 +144,13 @@ def count_samples(name: str, kwargs: Kwargs, seed: int, variables: Mapping[str, 
     """Count the samples of a provider under the environment variables of the run's processes."""
     from headrace.environments.hackable.registry import build_data_provider
 
-    with _environment(variables):
-        return sum(1 for _ in build_data_provider(name, kwargs, seed))
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    variables = without_exported(variables)
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    before = dict(os.environ)
+    os.environ.update(without_exported(variables))
     try:
-        yield
+        return sum(1 for _ in build_data_provider(name, kwargs, seed))
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def needs_hub(plugin: Plugin, kwargs: Mapping[str, Any], is_name: Callable[[str], bool]) -> bool:
@@ -252,7 +241,7 @@ def kwargs_under(root: type[Config], key: str, tree: dict[str, Any] | None) -> l
 def _plugins(table: str, tree: dict[str, Any] | None) -> list[Plugin]:
     """Return the plugins whose kwargs this table holds: the one that is chosen, or every data provider."""
     from headrace.environments.hackable.registry import DATA_PROVIDERS
-    from headrace.environments.rewards.registry import REWARDS
+    from headrace.environments.rewards.base import REWARDS
 
     written = {name: section for name, section in (tree or {}).items() if name in ("objective", "data")}
     given = HackableConfig.model_validate(written)

@@ -19,11 +19,9 @@ TOKEN = re.compile(r"hf_\w{20,}|[0-9a-fA-F]{40,}")
 def _name_of_variable(given: str) -> str:
     """Refuse a token in place of a name; the error does not show it."""
     if VARIABLE.fullmatch(given) is None or TOKEN.fullmatch(given) is not None:
-        raise InvalidValue(
-            "not the name of an environment variable",
-            fix="Put the token into a variable, and write the name of the variable here. A token that was shared with "
-            "this file is to be replaced by a new one.",
-        )
+        fix = "Put the token into a variable, and write the name of the variable here. "
+        fix += "A token that was shared with this file is to be replaced by a new one."
+        raise InvalidValue("not the name of an environment variable", fix=fix)
     return given
 
 

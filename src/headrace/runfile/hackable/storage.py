@@ -6,7 +6,7 @@ up in `models/` of the root, and data in `datasets/`. A name that exists nowhere
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +44,10 @@ class PathResolver(NamedTuple):
         root = self.root or here
         return here / path if root.is_relative_to(here) and (here / path).is_relative_to(root) else root / path
 
-    def resolve_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Resolve the paths among kwargs, which are recognized by their names."""
-        return {name: self._value(name, value) if isinstance(value, str) else value for name, value in kwargs.items()}
-
-    def _value(self, name: str, value: str) -> str:
+    def resolve_kwarg(self, name: str, value: Any) -> Any:
+        """Return the value of a kwarg; a path, which is recognized by the name, is resolved."""
+        if not isinstance(value, str):
+            return value
         if name == MODEL_KWARG:
             return self.model(value)
         if may_be_on_the_hub(name):

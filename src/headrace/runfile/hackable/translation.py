@@ -17,23 +17,13 @@ from pydantic import ValidationError
 from headrace.config.base import ConfigError, Origins, Tree, as_table
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
+from headrace.runfile.hackable import plugins
 from headrace.runfile.hackable.names import (
     contradictions,
     rename_keys,
     trackers,
     translate_trainer,
     unknown_keys,
-)
-from headrace.runfile.hackable.plugins import (
-    Plugin,
-    check_kwargs,
-    construct_objective,
-    count_samples,
-    is_registered,
-    needs_hub,
-    objective_named,
-    provider_named,
-    reward_named,
 )
 from headrace.runfile.hackable.sections import (
     DataConfig,
@@ -124,7 +114,11 @@ class _Translation:
         written = translate_trainer(self.given.trainer, max_steps, self.problems, self.notices)
         self.problems += contradictions(written, self._explicit)
         tree = written.tree
-        self._add_settings(tree)
+        if latents := table_at(self._settings, "model").get("latents"):  # thoughts end with the closing tag of the data
+            from headrace.environments.strict_format import format_with
+
+            latents["until"] = format_with(self.given.data.kwargs.get("tags")).tags[1]
+        merge(tree, self._settings)
         self._shared(tree, max_steps)
         merge(tree, {"orchestrator": self._orchestrator(args, group_size, batch_size)})
         self._trackers(tree)
@@ -137,14 +131,6 @@ class _Translation:
                 section["env"] = [*table_at(tree, "orchestrator", slot).get("env", []), *section["env"]]
         merge(tree, self._explicit)
         return tree
-
-    def _add_settings(self, tree: Tree) -> None:
-        """Add the sections that the objective needs; thoughts end with the closing tag of the data."""
-        if latents := table_at(self._settings, "model").get("latents"):
-            from headrace.environments.strict_format import format_with
-
-            latents["until"] = format_with(self.given.data.kwargs.get("tags")).tags[1]
-        merge(tree, self._settings)
 
     def _number(self, *path: str) -> int | None:
         """Return a whole number of a section of the run file; None for other values, which validation refuses later."""
@@ -162,20 +148,16 @@ class _Translation:
             ranks = self._number("launch", "trainer_processes") or 1
             product = trainer.per_device_train_batch_size * (trainer.gradient_accumulation_steps or 1) * ranks
             if size is not None and size != product:
-                self._refuse(
-                    f"trainer.per_device_train_batch_size times accumulation steps times processes is {product}",
-                    "trainer.batch_size",
-                    size,
-                    "Give one of them, or the same size twice.",
-                )
+                fact = f"trainer.per_device_train_batch_size times accumulation steps times processes is {product}"
+                self._refuse(fact, "trainer.batch_size", size, "Give one of them, or the same size twice.")
             size, key = product, "trainer.per_device_train_batch_size"
         if size is not None and size % group_size:
-            self._refuse(
-                f"a step of {size} completions is not whole groups of generation.num_generations = {group_size}",
-                key,
+            fact = f"a step of {size} completions is not whole groups of generation.num_generations = {group_size}"
+            value, fix = (
                 getattr(trainer, key.removeprefix("trainer.")),
                 f"Make the completions of a step a multiple of {group_size}.",
             )
+            self._refuse(fact, key, value, fix)
         return size or GROUPS_PER_STEP * group_size
 
     def _environment_args(self, groups_per_step: float | None) -> dict[str, Any]:
@@ -188,12 +170,9 @@ class _Translation:
         if groups_per_step is not None:
             args["groups_per_step"] = groups_per_step
         elif "stage2_start_epoch" in args["objective_kwargs"]:
-            self._refuse(
-                "epochs are counted in steps of a known size",
-                "objective.kwargs.stage2_start_epoch",
-                args["objective_kwargs"]["stage2_start_epoch"],
-                "Set orchestrator.batch_size, or stage2_start_step instead.",
-            )
+            value, fix = args["objective_kwargs"]["stage2_start_epoch"], "or stage2_start_step instead."
+            key, fix = "objective.kwargs.stage2_start_epoch", f"Set orchestrator.batch_size, {fix}"
+            self._refuse("epochs are counted in steps of a known size", key, value, fix)
         return args
 
     def _data_args(self) -> dict[str, Any]:
@@ -202,16 +181,16 @@ class _Translation:
             fix = "Set a data provider, or your own by data.class_path."
             self._refuse("required, and not set", "data.provider", fix=fix)
             return {}
-        plugin = provider_named(data.chosen)
+        plugin = plugins.provider_named(data.chosen)
         kwargs = self._checked(plugin, data.kwargs, "data.class_path" if data.class_path else "data.provider")
         return {"provider": data.chosen, "provider_kwargs": kwargs}
 
     def _objective_args(self) -> dict[str, Any]:
         """Return the objective with the kwargs of its rewards, all checked."""
         given = self.given.objective
-        plugin, before = objective_named(given.chosen), len(self.problems)
+        plugin, before = plugins.objective_named(given.chosen), len(self.problems)
         kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
-        objective = None if len(self.problems) > before else construct_objective(plugin, kwargs, self.problems)
+        objective = None if len(self.problems) > before else plugins.construct_objective(plugin, kwargs, self.problems)
         self._algorithm = "grpo" if objective is None else objective.algorithm
         self._settings = {} if objective is None else copy.deepcopy(objective.settings)
         used = {} if objective is None else self._reward_kwargs(objective.reward_names())
@@ -219,7 +198,7 @@ class _Translation:
 
     def _reward_kwargs(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the kwargs of the objective's rewards; those of other rewards are checked and have no effect."""
-        from headrace.environments.rewards.registry import options_by_reward
+        from headrace.environments.rewards.base import options_by_reward
 
         objective = self.given.objective.chosen
         try:
@@ -227,32 +206,31 @@ class _Translation:
         except BadInput as error:
             self._refuse(error.fact, f"rewards.kwargs.{error.key}", fix=error.fix)
             return {}
+        place = f"the rewards of objective {objective!r}"
         checked = {
-            name: self._checked(
-                reward_named(name), dict(rewards.get(name, {})), f"the rewards of objective {objective!r}"
-            )
-            for name in names
+            name: self._checked(plugins.reward_named(name), dict(rewards.get(name, {})), place) for name in names
         }
         for name in (name for name in rewards if name not in names):
-            self._checked(reward_named(name), dict(rewards[name]), f"rewards.kwargs.{name}", needed=False)
+            self._checked(plugins.reward_named(name), dict(rewards[name]), f"rewards.kwargs.{name}", needed=False)
             self.notices.append(f"rewards.kwargs.{name}: no effect, since objective {objective!r} does not use it.")
         return {name: own for name, own in checked.items() if own}
 
-    def _checked(self, plugin: Plugin, kwargs: Tree, key: str, *, needed: bool = True) -> dict[str, Any]:
+    def _checked(self, plugin: plugins.Plugin, kwargs: Tree, key: str, *, needed: bool = True) -> dict[str, Any]:
         """Check kwargs and resolve the paths among them."""
-        from headrace.environments.hackable.providers.curriculum import curriculum
+        from headrace.environments.hackable.providers import curriculum
 
-        if not is_registered(plugin, key, self.problems):
+        if not plugins.is_registered(plugin, key, self.problems):
             return {}
-        values = self._paths.resolve_kwargs(check_kwargs(plugin, kwargs, self.problems, needed=needed))
+        checked = plugins.check_kwargs(plugin, kwargs, self.problems, needed=needed)
+        values = {name: self._paths.resolve_kwarg(name, value) for name, value in checked.items()}
         if plugin.registry.find(plugin.name) is curriculum and "providers" in values:
             values["providers"] = self._parts(values["providers"], plugin.key)
-        self._needs_hub |= needed and needs_hub(plugin, values, may_be_on_the_hub)
+        self._needs_hub |= needed and plugins.needs_hub(plugin, values, may_be_on_the_hub)
         return values
 
     def _parts(self, providers: Any, key: str) -> Any:
         """Return the providers of a curriculum with their kwargs checked."""
-        from headrace.environments.hackable.providers.curriculum import read_parts
+        from headrace.environments.hackable.providers import read_parts
 
         try:
             parts = read_parts(providers)
@@ -262,7 +240,9 @@ class _Translation:
         checked = []
         for number, (entry, part) in enumerate(zip(providers, parts, strict=True)):
             place = f"{key}.providers.{number}"
-            kwargs = self._checked(provider_named(part.provider, f"{place}.kwargs"), part.kwargs, f"{place}.provider")
+            kwargs = self._checked(
+                plugins.provider_named(part.provider, f"{place}.kwargs"), part.kwargs, f"{place}.provider"
+            )
             checked.append({**entry, "kwargs": kwargs})
         return checked
 
@@ -272,12 +252,8 @@ class _Translation:
         if (explicit := self._number("max_steps")) is not None:
             return explicit
         if steps is not None and trainer.num_train_epochs is not None:
-            self._refuse(
-                f"trainer.num_train_epochs = {trainer.num_train_epochs:g} also sets the end of the run",
-                "trainer.max_steps",
-                steps,
-                "Give one of the two.",
-            )
+            fact = f"trainer.num_train_epochs = {trainer.num_train_epochs:g} also sets the end of the run"
+            self._refuse(fact, "trainer.max_steps", steps, "Give one of the two.")
         elif trainer.num_train_epochs is not None:
             samples = self._samples(args, groups_per_step, "trainer.num_train_epochs")
             return samples and math.ceil(trainer.num_train_epochs * samples / (groups_per_step or 1) - 1e-9)
@@ -292,7 +268,7 @@ class _Translation:
         if self.problems:
             return None
         try:
-            return count_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
+            return plugins.count_samples(args["provider"], args["provider_kwargs"], args["seed"], self._variables())
         except BadInput as error:
             self._refuse(f"the samples cannot be counted: {error}", key, fix="Set trainer.max_steps instead.")
             return None
@@ -304,12 +280,8 @@ class _Translation:
     def _shared(self, tree: Tree, max_steps: int | None) -> None:
         storage, trainer = self.given.storage, self.given.trainer
         if trainer.run_name is not None and storage.run_name not in (None, trainer.run_name):
-            self._refuse(
-                f"storage.run_name is {storage.run_name}",
-                "trainer.run_name",
-                trainer.run_name,
-                "Give one of them, or the same name twice.",
-            )
+            fact, fix = f"storage.run_name is {storage.run_name}", "Give one of them, or the same name twice."
+            self._refuse(fact, "trainer.run_name", trainer.run_name, fix)
         name = storage.run_name or trainer.run_name or self._file
         output = self._explicit.pop("output_dir", None) or trainer.output_dir
         if isinstance(output, str) and self._root is not None:
@@ -356,7 +328,7 @@ class _Translation:
         chosen = given.class_path or given.provider or args["provider"]
         inherited = data.kwargs if chosen == data.chosen else {}
         key = "data.eval.class_path" if given.class_path else "data.eval.provider"
-        kwargs = self._checked(provider_named(chosen, "data.eval.kwargs"), {**inherited, **given.kwargs}, key)
+        kwargs = self._checked(plugins.provider_named(chosen, "data.eval.kwargs"), {**inherited, **given.kwargs}, key)
         trained_on = {"provider": args["provider"], "kwargs": args["provider_kwargs"]}
         own = {**args, "provider": chosen, "provider_kwargs": kwargs, "trained_on": trained_on}
         env: Tree = {"id": ENVIRONMENT, "name": _last_part(chosen), "args": own}
@@ -365,11 +337,8 @@ class _Translation:
         if given.interval is not None and steps not in (None, given.interval):
             fact = f"data.eval.interval is {given.interval}"
             self._refuse(fact, "trainer.eval_steps", steps, "Give one of the two.")
-        values = {
-            "interval": given.interval or steps,
-            "num_examples": given.num_examples,
-            "group_size": given.num_generations,
-        }
+        sizes = {"num_examples": given.num_examples, "group_size": given.num_generations}
+        values = {"interval": given.interval or steps, **sizes}
         return section | {name: value for name, value in values.items() if value is not None}
 
     def _trackers(self, tree: Tree) -> None:
@@ -382,21 +351,14 @@ class _Translation:
             made["mode"] = "offline"
             if isinstance(explicit, dict) and explicit.get("mode") == "online":
                 del explicit["mode"]
-                self.notices.append(
-                    "wandb.mode = online: storage.offline overrides it; export WANDB_MODE=online instead."
-                )
+                notice = "wandb.mode = online: storage.offline overrides it; export WANDB_MODE=online instead."
+                self.notices.append(notice)
         merge(tree, {"wandb": made})
 
 
 def _sampling(given: GenerationConfig | EvalDataConfig) -> Tree:
-    values = {
-        "temperature": given.temperature,
-        "top_p": given.top_p,
-        "min_p": given.min_p,
-        "max_tokens": given.max_new_tokens,
-    }
-    if given.top_k is not None:
-        values["top_k"] = given.top_k or -1
+    values: Tree = {name: getattr(given, name) for name in ("temperature", "top_p", "min_p")}
+    values |= {"max_tokens": given.max_new_tokens, "top_k": -1 if given.top_k == 0 else given.top_k}
     return {name: value for name, value in values.items() if value is not None}
 
 

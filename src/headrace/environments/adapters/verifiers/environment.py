@@ -8,8 +8,16 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from headrace.environments.adapters import import_verifiers as verifiers
-from headrace.environments.adapters.verifiers import loading, toolsets
-from headrace.environments.adapters.verifiers.seat import CONTEXT_FULL, EPISODE, Interception, Seat, Seats
+from headrace.environments.adapters.verifiers import loading
+from headrace.environments.adapters.verifiers.seat import (
+    CONTEXT_FULL,
+    EPISODE,
+    Interception,
+    Seat,
+    Seats,
+    bring_here,
+    serve,
+)
 from headrace.environments.arguments import BadArgument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.errors import BadInput
@@ -19,6 +27,7 @@ POLICY = "policy"
 """The agent of a rollout in an environment with one agent."""
 ENDED = ("agent_completed", "user_closed")
 """Stop conditions of a run that ended by itself."""
+Settings = dict[str, Any]
 FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
@@ -31,15 +40,9 @@ class VerifiersTaskset(Environment):
     """
 
     def __init__(
-        self,
-        name: str,
-        /,
-        *,
-        env: dict[str, Any] | None = None,
-        select: dict[str, Any] | None = None,
-        gold: str | None = None,
+        self, name: str, /, *, env: Settings | None = None, select: Settings | None = None, gold: str | None = None,
         **config: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         loading.prepare()
         self._name = name
         self._gold = gold
@@ -57,9 +60,8 @@ class VerifiersTaskset(Environment):
 
     def tasks(self) -> Iterable[dict[str, Any]]:
         self._load_tasks()
-        return [
-            {"key": task.key, "data": task.data.model_dump(mode="json", exclude_defaults=True)} for task in self._listed
-        ]
+        datas = ((task.key, task.data) for task in self._listed)
+        return [{"key": key, "data": data.model_dump(mode="json", exclude_defaults=True)} for key, data in datas]
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         retry = verifiers("utils.retries").run_episode_with_retry
@@ -77,8 +79,8 @@ class VerifiersTaskset(Environment):
         env = self._env
         shared: dict[str, Any] = {}
         for toolset in env.taskset.toolsets(env.taskset.config):
-            address = toolsets.bring_here(toolset).config.url
-            address.server = await toolsets.serve(toolset, self._open)
+            address = bring_here(toolset).config.url
+            address.server = await serve(toolset, self._open)
             server = verifiers("mcp").SharedToolServer(address, local=True, external=True)
             if shared.setdefault(toolset.server_name, server) is not server:
                 raise BadInput(f"two toolsets are named {toolset.server_name!r}", value=f"verifiers:{self._name}")
@@ -108,9 +110,8 @@ class VerifiersTaskset(Environment):
         """Return a task by its key. A task has methods besides its data, so a worker process loads the taskset, too."""
         self._load_tasks()
         if key not in self._by_key:
-            raise EpisodeError(
-                "unknown_task", f"verifiers:{self._name} has no task {key} here: it must list the same ones every time"
-            )
+            text = f"verifiers:{self._name} has no task {key} here: it must list the same ones every time"
+            raise EpisodeError("unknown_task", text)
         return self._by_key[key]
 
 
@@ -137,6 +138,10 @@ def _rollout(trace: Any, seat: Seat | None, agent: str) -> Rollout:
     stop_reason = "truncated" if trace.is_truncated else ""
     if trace.stop_condition not in ENDED:
         stop_reason = str(trace.stop_condition or "")
+    error = None if trace.ok else RolloutError(_reason(trace.errors[-1]), trace.errors[-1].message)
+    if trace.ok and trace.is_timeout and trace.stop_condition != "agent_timeout":  # in its setup or its scoring
+        text = f"a time limit of the taskset has expired: {trace.stop_condition}"
+        error = RolloutError(trace.stop_condition, text)
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     return Rollout(
         agent=agent,
@@ -147,16 +152,8 @@ def _rollout(trace: Any, seat: Seat | None, agent: str) -> Rollout:
         turns=seat.turns if seat is not None else [],
         truncated=trace.is_truncated or trace.stop_condition in (CONTEXT_FULL, "agent_timeout"),
         stop_reason=stop_reason,
-        error=_trace_error(trace),
+        error=error,
     )
-
-
-def _trace_error(trace: Any) -> RolloutError | None:
-    if not trace.ok:
-        return RolloutError(_reason(trace.errors[-1]), trace.errors[-1].message)
-    if trace.is_timeout and trace.stop_condition != "agent_timeout":  # in its setup or its scoring
-        return RolloutError(trace.stop_condition, f"a time limit of the taskset has expired: {trace.stop_condition}")
-    return None
 
 
 def _episode_error(error: Any) -> EpisodeError:

@@ -15,8 +15,7 @@ from typing import Any
 
 from headrace import imports
 from headrace.environments.adapters import import_verifiers as verifiers
-from headrace.environments.adapters.verifiers.seat import EPISODE
-from headrace.environments.adapters.verifiers.toolsets import bring_here
+from headrace.environments.adapters.verifiers.seat import EPISODE, Tools, bring_here
 from headrace.environments.arguments import BadArgument
 from headrace.errors import BadInput
 
@@ -125,13 +124,8 @@ def checked(kind: Any, settings: dict[str, Any], fixed: dict[str, Any], prefix: 
 
     fields = [field for field in kind.model_fields if field not in fixed]
     fix = f"Known arguments: {', '.join(prefix + key for key in fields)}."
-    unknown = [
-        BadArgument("unknown argument", key=prefix + key, value=value, fix=fix)
-        for key, value in settings.items()
-        if key not in fields
-    ]
-    if unknown:
-        raise BadArgument.combine(unknown)
+    if unknown := [(prefix + key, value) for key, value in settings.items() if key not in fields]:
+        raise BadArgument.combine([BadArgument("unknown argument", key=k, value=v, fix=fix) for k, v in unknown])
     try:
         return kind.model_validate({**settings, **fixed})
     except ValidationError as error:
@@ -187,35 +181,27 @@ def _with_toolsets_here(name: str, parameters: Any, task: Any, *args: Any) -> An
 def harness() -> Any:
     """Return the config of the harness, for every agent."""
     vf = verifiers()
-    members = {
-        "__doc__": "A chat loop in this process.",
-        "__module__": HARNESS,
-        "APPENDS_SYSTEM_PROMPT": True,
-        "SUPPORTS_MCP": True,
-        "SUPPORTS_TOOL_INTERCEPTION": True,
-        "SUPPORTS_RESUME": True,
-        "EXECUTES_CODE": False,
-        "NEEDS_CONTAINER": False,
-        "session": _session,
-        "launch": _launch,
-    }
-    offer(HARNESS, type("InProcess", (vf.Harness,), members))
+    can = ("APPENDS_SYSTEM_PROMPT", "SUPPORTS_MCP", "SUPPORTS_TOOL_INTERCEPTION", "SUPPORTS_RESUME")
+    traits = {**dict.fromkeys(can, True), "EXECUTES_CODE": False, "NEEDS_CONTAINER": False}
+    members = {"__doc__": "A chat loop in this process.", "__module__": HARNESS, "session": _session, "launch": _launch}
+    offer(HARNESS, type("InProcess", (vf.Harness,), {**members, **traits}))
     return vf.HarnessConfig(id=HARNESS)
 
 
-def offer(name: str, *plugins: type) -> None:
-    """Make verifiers find these classes under a module name."""
+def offer(name: str, plugin: type) -> None:
+    """Make verifiers find a class under a module name."""
     module: Any = ModuleType(name)
-    for plugin in plugins:
-        setattr(module, plugin.__name__, plugin)
-    module.__all__ = [plugin.__name__ for plugin in plugins]
+    setattr(module, plugin.__name__, plugin)
+    module.__all__ = [plugin.__name__]
     sys.modules[name] = module
 
 
 async def _session(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
                    data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
     """Open the tools in the setup of a run, under its time limit, before the first turn."""
-    await EPISODE.get().by_trace[trace.id].open_tools(mcp_urls)
+    seat = EPISODE.get().by_trace[trace.id]
+    if mcp_urls:
+        seat.tools = await Tools.open(mcp_urls, trace, seat.stack)
     base = verifiers().Harness.session
     return await base(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
 

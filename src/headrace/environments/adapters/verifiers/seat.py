@@ -1,26 +1,166 @@
-"""One agent's run of a task: model calls with the hooks of the task around them, and tools.
+"""One agent's run of a task: model calls with the hooks of the task around them, and toolsets called in this process.
 
 Where verifiers has an HTTP server between an agent's program and the model, a call here is a function call: limits and
 stops are checked before it, interceptors may rewrite request and response, and the trace records it. The trace has the
 texts; the tokens are in our own turns, one for each sampled message, whatever becomes of the conversation afterwards:
 branches that share a message do not train it twice.
+
+verifiers starts a server for each toolset, unless its config has the URL of a running one. Here the config gets an
+`Address`, which refers to the toolset itself. Its setup, its tools and the state that it shares with the task
+(`self.state`) work as behind a server: a call sees the current state, and replaces it if the call succeeds.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from headrace.environments.adapters import import_verifiers as verifiers
-from headrace.environments.adapters.verifiers.toolsets import Tools
+from headrace.environments.adapters import library
 from headrace.environments.base import Context, PromptTooLong, Reply, ToolCall
-from headrace.environments.tools import is_plain
+from headrace.environments.chat import is_plain
 from headrace.rollout.types import Message, Turn
 from headrace.safe_text import encodable
+
+_CALLER: ContextVar[Any] = ContextVar("the trace that calls a tool")
+
+
+class Address(str):
+    """A reference to a toolset, in place of a URL."""
+
+    toolset: Any
+    server: Any = None
+    """A server for all episodes; unset, each episode has its own."""
+
+
+def bring_here(toolset: Any) -> Any:
+    """Put the address of a toolset in its config, and return the toolset."""
+    address = Address(f"here:{toolset.server_name}")
+    address.toolset = toolset
+    toolset.config = toolset.config.model_copy(update={"url": address})
+    toolset._pull_state = partial(_pull_state, toolset)
+    toolset._push_state = partial(_push_state, toolset)
+    return toolset
+
+
+async def serve(toolset: Any, stack: AsyncExitStack, task: Any = None) -> Any:
+    """Set up a toolset, for a task or for all, and return its MCP server, without socket or process."""
+    await stack.enter_async_context(toolset._exit_stack)
+    await toolset.setup()
+    if task is not None:
+        await toolset.setup_task(task)
+    if type(toolset).register is verifiers().Toolset.register:
+        return _server(toolset, _tools(toolset))
+    server = _server(toolset, [])
+    toolset.register(server)
+    return server
+
+
+class Tools:
+    """The tools of one agent. `schemas` are for the model, `declared` for the trace."""
+
+    def __init__(self, trace: Any) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self.declared: list[Any] = []
+        self._trace = trace
+        self._servers: dict[str, tuple[Any, str]] = {}
+
+    @classmethod
+    async def open(cls, addresses: Mapping[str, str], trace: Any, stack: AsyncExitStack) -> Tools:
+        vf = verifiers()
+        tools = cls(trace)
+        for name, address in addresses.items():
+            assert isinstance(address, Address), f"{address} is not in this process"
+            async with verifiers("errors").boundary(vf.ToolsetError, f"toolset {name or address}"):
+                server = address.server or await serve(address.toolset, stack, trace.task.data)
+                with _called_by(trace):
+                    await tools._list(name, server)
+        return tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
+        """Return the result of a call, a text or parts, and whether it succeeded. Exceptions become results."""
+        if name not in self._servers:
+            named = repr(name) if is_plain(name) else "of that name"
+            return f"error: there is no tool {named}; there is {', '.join(self._servers)}", False
+        server, tool = self._servers[name]
+        with _called_by(self._trace):
+            try:
+                result = await server.call_tool(tool, arguments)
+            except Exception as error:
+                return _portable(str(error)), False
+        content = verifiers("harnesses.utils.mcp").mcp_content_to_chat_content(result.content)
+        return _portable(content), not result.is_error
+
+    async def _list(self, prefix: str, server: Any) -> None:
+        for tool in await server.list_tools():
+            name = f"{prefix}_{tool.name}" if prefix else tool.name
+            if name in self._servers:
+                raise ValueError(f"two tools have the name {name}: a model could not tell them apart")
+            self._servers[name] = (server, tool.name)
+            function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+            self.schemas.append({"type": "function", "function": function})
+            self.declared.append(verifiers().Tool(**function))
+
+
+@contextmanager
+def _called_by(trace: Any) -> Iterator[None]:
+    token = _CALLER.set(trace)
+    try:
+        yield
+    finally:
+        _CALLER.reset(token)
+
+
+async def _pull_state(toolset: Any) -> Any:
+    """Return a copy of the state in the toolset's class; a call that fails does not change the state."""
+    return toolset._state_adapter.validate_json(_CALLER.get().state.model_dump_json())
+
+
+async def _push_state(toolset: Any, before: bytes) -> None:
+    after = toolset._state_adapter.dump_json(toolset.state)
+    if after != before:
+        trace = _CALLER.get()
+        trace.state = type(trace.state).model_validate_json(after)
+
+
+def _server(toolset: Any, tools: list[Any]) -> Any:
+    root, silence = logging.getLogger(), logging.NullHandler()
+    root.addHandler(silence)  # else a server configures the logging of the whole process
+    try:
+        name = toolset.server_name or type(toolset).__name__
+        return library("mcp.server.mcpserver", "verifiers").MCPServer(name, tools=tools)
+    finally:
+        root.removeHandler(silence)
+
+
+_described: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()
+
+
+def _tools(toolset: Any) -> list[Any]:
+    """Return the tools of a toolset. Describing one takes milliseconds, so toolsets of a class share descriptions."""
+    tool = library("mcp.server.mcpserver.tools", "verifiers").Tool
+    tools = []
+    for function in verifiers("utils.decorators").discover_decorated(toolset, "tool"):
+        wrapped = toolset._with_state(function)
+        described = _described.get(function.__func__)
+        if described is None:
+            name = getattr(function, "tool_name", None) or function.__name__
+            described = tool.from_function(wrapped, name=name, description=(function.__doc__ or "").strip() or None)
+            _described[function.__func__] = described.model_copy(update={"fn": None})  # it would keep the toolset alive
+        tools.append(described.model_copy(update={"fn": wrapped}))
+    return tools
+
+
+def _portable(content: Any) -> Any:
+    return content.encode(errors="replace").decode() if isinstance(content, str) else content
+
 
 CONTEXT_FULL = "context_full"
 """The stop condition of a run whose conversation has reached `seq_len`."""
@@ -69,13 +209,9 @@ class Seat:
         self._episode = episode
         self._session = session
         self._trace = session.trace
-        self._stack = stack
+        self.stack = stack
         self._sampled: dict[str, Message] = {}
         """The same for this agent: two agents may write the same text in different tokens."""
-
-    async def open_tools(self, addresses: Mapping[str, str]) -> None:
-        if addresses:
-            self.tools = await Tools.open(addresses, self._trace, self._stack)
 
     async def sample(self, messages: Sequence[Any]) -> SampledMessage | None:
         """Return the model's next message; None once the run is over."""
@@ -91,7 +227,7 @@ class Seat:
             schemas = self.tools.schemas if self.tools is not None else ()
             reply = await self._episode.context.chat(wire, schemas, self._session.ctx.sampling.max_tokens)
         except Exception as error:
-            self._record(started, error=error)
+            self._record(started, error=verifiers("trace").Error(type=type(error).__name__, message=str(error)))
             if isinstance(error, PromptTooLong) and self._trace.num_turns:
                 self._trace.stop(CONTEXT_FULL)
                 return None
@@ -158,7 +294,7 @@ class Seat:
             self.turns.append(reply.turn)
         session.consume_prepared(pending.tail)
         trace.response_rewrites.extend(rewrites)
-        self._record(started, node, response)
+        self._record(started, node=node, finish_reason=response.finish_reason, usage=response.usage)
         if stopped is None:
             stopped = await session.gate_tool_calls(node)
         if stopped is not None:
@@ -166,20 +302,11 @@ class Seat:
             return None
         return SampledMessage(response.message, () if rewrites else reply.tool_calls)
 
-    def _record(
-        self, started: float, node: int | None = None, response: Any = None, error: Exception | None = None
-    ) -> None:
+    def _record(self, started: float, **outcome: Any) -> None:
+        """Record a model call in the trace: its `error`, or its `node`, `finish_reason` and `usage`."""
         records = verifiers("trace")
-        self._trace.calls.append(
-            records.ModelCall(
-                node=node,
-                model=self._session.ctx.model,
-                finish_reason=None if response is None else response.finish_reason,
-                usage=None if response is None else response.usage,
-                time=records.TimeSpan(start=started, end=time.time()),
-                error=None if error is None else records.Error(type=type(error).__name__, message=str(error)),
-            )
-        )
+        span = records.TimeSpan(start=started, end=time.time())
+        self._trace.calls.append(records.ModelCall(model=self._session.ctx.model, time=span, **outcome))
         self._trace.notify()
 
 

@@ -74,7 +74,10 @@ class Algebra(Numbers):
         pair = _parsed(gold.latex, answer.latex)
         if pair is None:
             return False
-        verdict = _same_values(pair[0], pair[1], _last_place(gold.latex, answer.latex))
+        numbers = [number_of(value.latex) for value in (gold, answer)]
+        places = [number.places for number in numbers if number is not None and number.places is not None]
+        last_place = mpmath.mpf(10) ** -max(places) if places else mpmath.inf  # to which decimals may be rounded
+        verdict = _same_values(pair[0], pair[1], last_place)
         return bool(verify(*pair, timeout_seconds=None)) if verdict is None else verdict
 
     def equations(self, gold: Relation, answer: Relation) -> bool:
@@ -85,7 +88,10 @@ class Algebra(Numbers):
         parsed = _parsed(*(side.latex for side in sides if isinstance(side, Value)))
         if parsed is None or any(expression.has(AppliedUndef) for expression in parsed):
             return False
-        return _proportional(parsed[0] - parsed[1], parsed[2] - parsed[3])
+        with mpmath.workdps(WORKING_DIGITS):  # the ratio is the same at all points; zeros are skipped
+            pairs = _values(parsed[0] - parsed[1], parsed[2] - parsed[3])
+            ratios = [one / other for one, other in pairs if one and other]
+            return len(ratios) >= MIN_POINTS and all(_agree(ratio, ratios[0]) for ratio in ratios)
 
 
 def _parsed(*texts: str) -> list[Expression] | None:
@@ -121,12 +127,6 @@ def _with_bars(text: str) -> str:
     return written
 
 
-def _last_place(*texts: str) -> Any:
-    """Return the last place of the decimals, to which they may be rounded; infinity if neither text is a decimal."""
-    numbers = [number for number in map(number_of, texts) if number is not None and number.places is not None]
-    return min((mpmath.mpf(10) ** -(number.places or 0) for number in numbers), default=mpmath.inf)
-
-
 def _same_values(gold: Expression, answer: Expression, last_place: Any) -> bool | None:
     """Compare the values of two expressions; None if too few points have values."""
     if gold.is_Rational and answer.is_Rational:
@@ -139,13 +139,6 @@ def _same_values(gold: Expression, answer: Expression, last_place: Any) -> bool 
     if False in verdicts:
         return False
     return True if verdicts.count(True) >= min(MIN_POINTS, len(verdicts)) else None
-
-
-def _proportional(gold: Expression, answer: Expression) -> bool:
-    """Return whether the ratio is the same at all points; zeros are skipped."""
-    with mpmath.workdps(WORKING_DIGITS):
-        ratios = [one / other for one, other in _values(gold, answer) if one and other]
-        return len(ratios) >= MIN_POINTS and all(_agree(ratio, ratios[0]) for ratio in ratios)
 
 
 def _agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 
 from headrace.environments.rewards.mathematics import vocabulary
 
@@ -108,8 +109,10 @@ class _Reader:
             if self._raw[-1] == "}":
                 raise Unreadable("a brace that was not opened")
             more = self._next(words)
-            if not self._variables and _is_unit_letter(more, tokens):
-                more = [rf"\text{{{more[0]}}}"]
+            if not self._variables and tokens and len(more) == 1 and more[0] in vocabulary.UNIT_LETTERS:
+                after_number = tokens[-1][-1].isdigit() or tokens[-1] == "}"
+                if after_number or (tokens[-1] == "/" and is_word(tokens[-2:][0])):  # a unit: `5 m` and `5 km/h`
+                    more = [rf"\text{{{more[0]}}}"]
             _append(tokens, more)
         if closing and not self._raw:
             raise Unreadable(f"no {closing}")
@@ -147,16 +150,18 @@ class _Reader:
         if token in vocabulary.NAMED:
             return self._name(token)
         if token in vocabulary.ARGUMENTS:
-            return _unit_fraction([token, *self._root(token), *self._arguments(token)])
+            count = vocabulary.ARGUMENTS[token]
+            read = partial(self._argument, opening="(" if token == r"\sqrt" else "", whole_numbers=count == 1)
+            root = self._root(token)
+            arguments = [part for _ in range(count) for part in ("{", *read(), "}")]
+            match [token, *root, *arguments]:
+                case [r"\frac", "{", top, "}", "{", bottom, "}"] if is_word(top) and is_word(bottom):
+                    return [rf"\text{{{word_of(top)} per {word_of(bottom)}}}"]
+                case tokens:
+                    return tokens
         if raw[0].isalpha():
             return _letters(raw, words, before, self._variables)
         return [token]
-
-    def _arguments(self, command: str) -> Tokens:
-        opening = "(" if command == r"\sqrt" else ""
-        count = vocabulary.ARGUMENTS[command]
-        arguments = [self._argument(opening=opening, whole_numbers=count == 1) for _ in range(count)]
-        return [token for argument in arguments for token in ("{", *argument, "}")]
 
     def _argument(self, words: bool = False, opening: str = "", whole_numbers: bool = False) -> Tokens:
         """Return an argument: a group, or one token, of a number its first digit, unless `whole_numbers`."""
@@ -201,20 +206,6 @@ def _letters(run: str, words: bool, before: str, variables: bool) -> Tokens:
     if long or known or unit or (words and (len(run) > 1 or run in vocabulary.UNIT_LETTERS)):
         return [rf"\text{{{run}}}"]
     return list(run)
-
-
-def _is_unit_letter(more: Tokens, tokens: Tokens) -> bool:
-    """Return whether a letter is a unit, as in `5 m` and `5 km/h`."""
-    if len(more) != 1 or more[0] not in vocabulary.UNIT_LETTERS or not tokens:
-        return False
-    return tokens[-1][-1].isdigit() or tokens[-1] == "}" or (tokens[-1] == "/" and is_word(tokens[-2:][0]))
-
-
-def _unit_fraction(tokens: Tokens) -> Tokens:
-    match tokens:
-        case [r"\frac", "{", top, "}", "{", bottom, "}"] if is_word(top) and is_word(bottom):
-            return [rf"\text{{{word_of(top)} per {word_of(bottom)}}}"]
-    return tokens
 
 
 def _append(tokens: Tokens, more: Tokens) -> None:

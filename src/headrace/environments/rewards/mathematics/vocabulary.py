@@ -4,37 +4,15 @@ from __future__ import annotations
 
 SIGNS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
-    **dict.fromkeys("\u2044\u2215\u00f7", "/"),
-    **dict.fromkeys("\u00a0\u2009\u200a\u202f", r"\,"),
-    **dict.fromkeys("\u2018\u2019\u2032", "'"),
-    **dict.fromkeys('\u200b\ufeff"\u201c\u201d', ""),
-    **dict.fromkeys("\u00d7\u00b7\u22c5", r"\cdot "),
-    "\u03c0": r"\pi ",
-    "\u03b8": r"\theta ",
-    "\u221a": r"\sqrt ",
-    "\u221e": r"\infty ",
-    "\u00b0": r"^\circ ",
-    "\u00ba": r"^\circ ",
-    "\u00b1": r"\pm ",
-    "\u2213": r"\mp ",
-    "\u2264": r"\le ",
-    "\u2265": r"\ge ",
-    "\u2260": r"\ne ",
-    "\u2248": r"\approx ",
-    "\u222a": r"\cup ",
-    "\u2208": r"\in ",
-    "\u2205": r"\emptyset ",
-    "\u2026": r"\ldots ",
-    "\u211d": r"\mathbb{R}",
-    "\u00b2": "^2",
-    "\u00b3": "^3",
-    "\u00bd": r"\frac12",
-    "\u00bc": r"\frac14",
-    "\u00be": r"\frac34",
-    "\u20ac": r"\text{euro}",
-    "\u00a3": r"\text{pound}",
-    "\u00a2": r"\text{cent}",
-}
+    **dict.fromkeys("\u2044\u2215\u00f7", "/"), **dict.fromkeys("\u00a0\u2009\u200a\u202f", r"\,"),
+    **dict.fromkeys("\u2018\u2019\u2032", "'"), **dict.fromkeys('\u200b\ufeff"\u201c\u201d', ""),
+    **dict.fromkeys("\u00d7\u00b7\u22c5", r"\cdot "), **dict.fromkeys("\u00b0\u00ba", r"^\circ "),
+    "\u03c0": r"\pi ", "\u03b8": r"\theta ", "\u221a": r"\sqrt ", "\u221e": r"\infty ", "\u00b1": r"\pm ",
+    "\u2213": r"\mp ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ",
+    "\u222a": r"\cup ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u2026": r"\ldots ", "\u211d": r"\mathbb{R}",
+    "\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac12", "\u00bc": r"\frac14", "\u00be": r"\frac34",
+    "\u20ac": r"\text{euro}", "\u00a3": r"\text{pound}", "\u00a2": r"\text{cent}",
+}  # fmt: skip
 """Single characters as LaTeX."""
 
 SIZES = tuple(rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "m", "r"))
@@ -52,30 +30,11 @@ IN_WORDS = {rf"\text{face}" for face in ("", "bf", "it", "rm", "sf", "normal")} 
 }
 """Commands with words as argument."""
 
-SPELLING = {
-    **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
-    **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
-    **dict.fromkeys((r"\leq", r"\leqslant"), r"\le"),
-    **dict.fromkeys((r"\geq", r"\geqslant"), r"\ge"),
-    **dict.fromkeys((r"\times", r"\ast", "*"), r"\cdot"),
-    **dict.fromkeys((r"\lvert", r"\rvert", r"\vert", r"\mid"), "|"),
-    **dict.fromkeys((r"\dots", r"\cdots"), r"\ldots"),
-    "sqrt": r"\sqrt",
-    r"\bar": r"\overline",
-    r"\neq": r"\ne",
-    r"\lt": "<",
-    r"\gt": ">",
-    r"\div": "/",
-    r"\colon": ":",
-    r"\lbrace": r"\{",
-    r"\rbrace": r"\}",
-    r"\lbrack": "[",
-    r"\rbrack": "]",
-    r"\varnothing": r"\emptyset",
-    r"\lor": r"\text{or}",
-    r"\land": r"\text{and}",
-    "%": r"\%",
-}
+_SPELLINGS = r"""\frac \dfrac \tfrac \cfrac, \binom \dbinom \tbinom, \le \leq \leqslant, \ge \geq \geqslant, \ne \neq,
+    \cdot \times \ast *, | \lvert \rvert \vert \mid, \ldots \dots \cdots, \sqrt sqrt, \overline \bar, < \lt, > \gt,
+    / \div, : \colon, \{ \lbrace, \} \rbrace, [ \lbrack, ] \rbrack, \emptyset \varnothing, \text{or} \lor,
+    \text{and} \land, \% %"""
+SPELLING = {other: token for token, *others in map(str.split, _SPELLINGS.split(",")) for other in others}
 """Tokens that mean the same."""
 ARGUMENTS = {
     **dict.fromkeys((r"\frac", r"\binom"), 2),
@@ -103,59 +62,23 @@ PLAIN = {
 }
 """Words for signs; "sec" is a second."""
 CONNECTIVES = ("and", "or", "to")
-SAME_UNIT = {
-    name: names[0]
-    for names in (
-        ("inch", "inches", "in"),
-        ("foot", "feet", "ft"),
-        ("yard", "yards", "yd"),
-        ("mile", "miles", "mi"),
-        ("millimeter", "millimeters", "millimetres", "mm"),
-        ("centimeter", "centimeters", "centimetres", "cm"),
-        ("meter", "meters", "metre", "metres", "m"),
-        ("kilometer", "kilometers", "kilometres", "km"),
-        ("gram", "grams", "gm", "g"),
-        ("kilogram", "kilograms", "kg"),
-        ("milliliter", "milliliters", "millilitres", "ml"),
-        ("liter", "liters", "litre", "litres", "l"),
-        ("ounce", "ounces", "oz"),
-        ("pound", "pounds", "lb", "lbs", "gbp"),
-        ("second", "seconds", "sec", "secs", "s"),
-        ("minute", "minutes", "min", "mins"),
-        ("hour", "hours", "hr", "hrs", "h"),
-        ("day", "days"),
-        ("week", "weeks"),
-        ("month", "months"),
-        ("year", "years"),
-        ("cent", "cents"),
-        ("dollar", "dollars", "usd"),
-        ("euro", "euros", "eur"),
-        ("radian", "radians"),
-        ("celsius",),
-        ("fahrenheit",),
-    )
-    for name in names
-}
+_UNITS = """inch inches in, foot feet ft, yard yards yd, mile miles mi, millimeter millimeters millimetres mm,
+    centimeter centimeters centimetres cm, meter meters metre metres m, kilometer kilometers kilometres km,
+    gram grams gm g, kilogram kilograms kg, milliliter milliliters millilitres ml, liter liters litre litres l,
+    ounce ounces oz, pound pounds lb lbs gbp, second seconds sec secs s, minute minutes min mins, hour hours hr hrs h,
+    day days, week weeks, month months, year years, cent cents, dollar dollars usd, euro euros eur, radian radians,
+    celsius, fahrenheit"""
+SAME_UNIT = {name: names[0] for names in map(str.split, _UNITS.split(",")) for name in names}
 """Units that must not be confused. All others are ignored."""
 CURRENCIES = {"us", "usd", "euro", "eur", "pound", "gbp"}
 """Units that may stand in front."""
 TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
 DIMENSIONS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 """Words for the exponent of a unit."""
-SCALES = {
-    name: scale
-    for words, scale in (
-        (("pair", "pairs"), 2),
-        (("dozen", "dozens"), 12),
-        (("gross",), 144),
-        (("hundred", "hundreds"), 10**2),
-        (("thousand", "thousands"), 10**3),
-        (("million", "millions"), 10**6),
-        (("billion", "billions"), 10**9),
-        (("trillion", "trillions"), 10**12),
-    )
-    for name in words
-}
+_SCALES = {
+    "pair": 2, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
+SCALES = {"gross": 144, **_SCALES, **{f"{name}s": scale for name, scale in _SCALES.items()}}
 NO_PLURALS = ("people", "ppl", "men", "women", "children", "fish", "sheep", "deer", "mice", "geese", "teeth", "dice")
 UNCHANGED = ("mph", "mpg", "kph", "kb", "mb", "gb", "tb", "sq", "square", "cubic")
 NO_MATTER = ("total", "altogether", "left", "each")

@@ -163,11 +163,8 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            "the datasets library is not installed",
-            file=title,
-            fix="pip install 'headrace[datasets]', or give files instead.",
-        ) from error
+        fix = "pip install 'headrace[datasets]', or give files instead."
+        raise DataError("the datasets library is not installed", file=title, fix=fix) from error
     datasets.disable_progress_bars()
     try:
         if not is_saved_dataset(Path(name)):
@@ -177,11 +174,9 @@ def _load(name: str, subset: str | None, split: str, title: str) -> Any:
             return datasets.load_dataset(name, subset, split=split)
         saved = datasets.load_from_disk(name)
     except ConnectionError as error:
-        raise DataNotHere(
-            f"not a local directory, and the hub cannot be reached: {error}",
-            file=title,
-            fix="Give a directory of its files, or load it once where there is a network and copy the cache (HF_HOME).",
-        ) from error
+        fix = "Give a directory of its files, or load it once where there is a network and copy the cache (HF_HOME)."
+        fact = f"not a local directory, and the hub cannot be reached: {error}"
+        raise DataNotHere(fact, file=title, fix=fix) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = f" ({error.__cause__!s:.300})" if error.__cause__ else ""
         raise DataError(f"cannot be loaded: {type(error).__name__}: {error}{cause}", file=title) from error
@@ -240,11 +235,8 @@ class Row:
         if value is None:
             if empty := [name for name in names if name in self.content]:
                 raise self.error("the value is null", key=self._columns.get(empty[0], empty[0]))
-            raise self.error(
-                f"the row has no column {' or '.join(map(repr, names))}, only {', '.join(sorted(self.content))}",
-                key=names[0],
-                fix=f"Name the column: columns = {{{names[0]} = ...}}.",
-            )
+            fact = f"the row has no column {' or '.join(map(repr, names))}, only {', '.join(sorted(self.content))}"
+            raise self.error(fact, key=names[0], fix=f"Name the column: columns = {{{names[0]} = ...}}.")
         if not isinstance(value, str):
             raise self.error("expected a text", key=names[0], value=value)
         return value

@@ -1,1 +1,0 @@
-"""Objectives that ship: one file per objective, discovered by the registry."""

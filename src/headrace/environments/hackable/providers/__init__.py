@@ -1,1 +1,0 @@
-"""Data providers that ship: one file per provider or family, discovered by the registry."""
