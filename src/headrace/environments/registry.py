@@ -1,15 +1,26 @@
-"""Environments by id: the name of a shipped one, `library:name` for one of another library, or the import path
-`package.module:Class`."""
+"""Environments by id, and registries of the plugins that a run file names: data providers, rewards and objectives.
+
+An environment's id is the name of a shipped one, `library:name` for one of another library, or an import path.
+
+A plugin is a class, constructed with the options of the run file, or a function to which they are bound. A shipped
+plugin is registered by its module; its signature and docstring declare its options and its description. A user's plugin
+is named by import path, `package.module:name`, or by file, `file.py:name`.
+"""
 
 from __future__ import annotations
 
 import difflib
-from typing import Any
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, overload
 
 from headrace import imports
 from headrace.environments.arguments import BadArgument, bound
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
+from headrace.imports import import_declarations
 
 SHIPPED = {
     "agent": "headrace.environments.agents.program:AgentProgram",
@@ -84,3 +95,110 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
         fact = "not a subclass of headrace.environments.base.Environment"
         raise EnvironmentNotFound(fact, key=key, value=identifier)
     return environment
+
+
+Plugin = TypeVar("Plugin", bound=Callable[..., Any])
+
+
+class PluginRegistry:
+    """Plugins of one kind by name.
+
+    `what` names the kind in error messages. `module` has the shipped plugins; it is imported at the first look-up, and
+    all modules of a package. `call_arguments` returns how many arguments a plugin function takes before its options.
+    """
+
+    def __init__(
+        self, what: str, module: str = "", call_arguments: Callable[[Callable[..., Any]], int] = lambda plugin: 0
+    ) -> None:
+        self.what = what
+        self._module = module
+        self._call_arguments = call_arguments
+        self._plugins: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._all())
+
+    def register(self, plugin: Plugin, name: str | None = None) -> Plugin:
+        name = plugin.__name__ if name is None else name
+        if not name or ":" in name:
+            raise BadInput("a name without a colon is required", key=self.what, value=name)
+        registered = self._plugins.get(name)
+        if registered is not None and _location(registered) != _location(plugin):  # a module may be loaded again
+            fix = f"Give {_location(plugin)} another name."
+            raise BadInput(f"already registered by {_location(registered)}", key=self.what, value=name, fix=fix)
+        self._plugins[name] = plugin
+        return plugin
+
+    @overload
+    def decorator(self, plugin: str) -> Callable[[Plugin], Plugin]: ...
+
+    @overload
+    def decorator(self, plugin: Plugin) -> Plugin: ...
+
+    def decorator(self, plugin: Any) -> Any:
+        """Register what follows: `@register`, or `@register("name")`."""
+        return functools.partial(self.register, name=plugin) if isinstance(plugin, str) else self.register(plugin)
+
+    def find(self, name: str) -> Callable[..., Any]:
+        plugins = self._all()
+        if name in plugins:
+            return plugins[name]
+        if ":" not in name:
+            fix = f"Known: {', '.join(_nearest_first(name, plugins))}; your own by import path, package.module:Name, "
+            raise BadInput(f"unknown {self.what}", value=name, fix=f"{fix}or by file, path/to/file.py:Name.")
+        plugin = imports.load(name, self.what)
+        if not callable(plugin):
+            raise BadInput(f"a {type(plugin).__name__}, not a class or a function", key=self.what, value=name)
+        return cast(Callable[..., Any], plugin)
+
+    def options(self, name: str) -> dict[str, inspect.Parameter]:
+        """Return the parameters of a plugin that a run file may set."""
+        plugin = self.find(name)
+        parameters = inspect.signature(plugin).parameters
+        skipped = 0 if isinstance(plugin, type) else self._call_arguments(plugin)
+        return dict(list(parameters.items())[skipped:])
+
+    def description(self, name: str) -> str:
+        """Return the first line of a plugin's docstring."""
+        return (inspect.getdoc(self.find(name)) or "").partition("\n")[0]
+
+    def bind(self, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+        """Check the names of the options and return the plugin with them bound, without calling it."""
+        plugin, parameters = self.find(name), self.options(name)
+        known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            for unknown in (option for option in options if option not in known):
+                fix = f"It takes {', '.join(_nearest_first(unknown, known)) or 'none'}."
+                raise BadInput(f"{self.what} {name!r} has no such kwarg", key=unknown, fix=fix)
+        for option in known:
+            if parameters[option].default is inspect.Parameter.empty and option not in options:
+                raise BadInput(f"{self.what} {name!r} needs this kwarg, and it is not set", key=option)
+        bound = functools.partial(plugin, **options)
+        if not isinstance(plugin, type):
+            vars(bound).update(vars(plugin))
+        return bound
+
+    def construct(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Return an instance of a plugin class, or what a plugin function returns."""
+        make = self.bind(name, options)
+        try:
+            return make()
+        except BadArgument as error:
+            what = f"{self.what} {name!r}"
+            fact = f"{what} does not take these kwargs: {error}" if error.key is None else f"{what}: {error.fact}"
+            raise BadInput(fact, key=error.key, value=error.value, fix=error.fix) from error
+
+    def _all(self) -> dict[str, Callable[..., Any]]:
+        if self._module:
+            module, self._module = importlib.import_module(self._module), ""
+            import_declarations(module)
+        return self._plugins
+
+
+def _nearest_first(name: str, names: Any) -> list[str]:
+    return sorted(names, key=lambda known: (-difflib.SequenceMatcher(None, name, known).ratio(), known))
+
+
+def _location(plugin: Callable[..., Any]) -> str:
+    return f"{plugin.__module__}:{plugin.__qualname__}"

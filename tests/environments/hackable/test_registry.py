@@ -16,7 +16,7 @@ from headrace.environments.hackable import (
     build_rewards,
 )
 from headrace.environments.hackable.registry import TrainingSample as Sample
-from headrace.environments.plugins import PluginRegistry
+from headrace.environments.registry import PluginRegistry
 from headrace.environments.rewards.base import REWARDS, options_by_reward
 from headrace.errors import BadInput
 from tests.environments.hackable.plugins import Longest, polite, shouting

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from headrace.environments.plugins import Plugin, PluginRegistry
+from headrace.environments.registry import Plugin, PluginRegistry
 from headrace.environments.rewards.base import SampleData
 from headrace.environments.strict_format import TAGS, format_with
 from headrace.environments.tables import checksum, example_key

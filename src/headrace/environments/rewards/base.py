@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from headrace.environments.arguments import BadArgument, check_choice
-from headrace.environments.plugins import PluginRegistry
+from headrace.environments.registry import PluginRegistry
 from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
 from headrace.environments.strict_format import format_of
 from headrace.errors import BadInput

@@ -22,7 +22,7 @@ from headrace.runfile.hackable.sections import HackableConfig
 
 if TYPE_CHECKING:
     from headrace.environments.hackable.registry import Objective
-    from headrace.environments.plugins import PluginRegistry
+    from headrace.environments.registry import PluginRegistry
 
 Kwargs = dict[str, Any]
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -1,20 +1,30 @@
-"""The environment of a verifiers taskset, and its episodes as rollouts: one for each trace, with its seat's turns."""
+"""The environment of a verifiers taskset, loaded so that it runs in this process; each trace becomes a rollout.
+
+The harness of every agent is replaced by one in this process: a conversation with tools, until a reply calls none.
+Tasksets that need more are refused with the reason.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from types import ModuleType
 from typing import Any
 
+from headrace import imports
 from headrace.environments.adapters import import_verifiers as verifiers
-from headrace.environments.adapters.verifiers import loading
 from headrace.environments.adapters.verifiers.seat import (
     CONTEXT_FULL,
     EPISODE,
     Interception,
     Seat,
     Seats,
+    Tools,
     bring_here,
     serve,
 )
@@ -22,6 +32,211 @@ from headrace.environments.arguments import BadArgument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.errors import BadInput
 from headrace.rollout.types import Message, Rollout, RolloutError, Task
+
+HARNESS = "headrace_in_process"
+"""The module name under which verifiers finds our harness; it must have one part."""
+REPLACED = ("null",)
+"""Harnesses that ours replaces: they chat and call tools."""
+OWN_DEFAULT = "bash"
+"""The default harness of verifiers. Agents that need its shell also need a container, which is checked."""
+
+
+class Unsupported(BadInput):
+    """A taskset that cannot run in this process."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"cannot be run here: {reason}", value=f"verifiers:{name}")
+
+
+def prepare() -> None:
+    """Prepare the library for many episodes on one event loop."""
+    verifiers("utils.version").verifiers_commit()  # runs git once, before the first episodes
+    logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every episode
+    for field in verifiers("graph").MessageNode.model_fields.values():
+        if field.default_factory is list:  # pydantic inspects its signature for every message: half of the cost
+            field.default_factory = lambda: []
+
+
+def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
+    """Return the environment of a taskset with its settings, `config`, and those of environment and agents, `env`."""
+    loaders = verifiers("utils.loaders")
+    taskset_id = _plugin_name(name, verifiers().Taskset, None)
+    environment_id = _plugin_name(env["id"], verifiers().Env, "args.env.id") if env.get("id") else ""
+    try:
+        taskset = loaders.taskset_class(taskset_id)
+        kind = loaders.environment_class(taskset_id, environment_id)
+    except ModuleNotFoundError as error:
+        raise BadInput(f"cannot be imported: {error.__cause__ or error}", value=f"verifiers:{name}") from error
+    except (AttributeError, TypeError, ValueError) as error:  # it exports no class, or several
+        raise BadInput(f"cannot be loaded: {error}", value=f"verifiers:{name}") from error
+    if loaders.default_harness_id(taskset_id) != OWN_DEFAULT:
+        raise Unsupported(name, "it has its own harness, which is another program")
+    rows = checked(loaders.taskset_config_type(taskset_id), config, {"id": taskset_id}, "")
+    fixed = {"id": environment_id, "taskset": rows, "interception": {"type": "server"}}  # no server is started
+    settings = {key: value for key, value in env.items() if key != "id"}
+    env_config = checked(loaders.env_config_type(taskset_id, environment_id), settings, fixed, "env.")
+    _check_toolsets(name, taskset.toolsets(rows))
+    _check_toolsets(name, taskset.task_type().toolsets(rows.task))
+    if taskset.task_type().NEEDS_CONTAINER:
+        raise Unsupported(name, "its tasks need a container")
+    config_here = _in_process(name, env_config)
+    try:
+        environment = kind(config_here)
+    except (TypeError, ValueError) as error:
+        if not kind.__module__.startswith("verifiers."):
+            raise
+        raise Unsupported(name, str(error)) from error  # shipped environments check the needs of their agents
+    make_agents = environment._episode_agents
+
+    def episode_agents(*args: Any) -> Any:
+        """Make an episode's agents with toolsets in this process, also for tasks that the environment generates."""
+        agents = make_agents(*args)
+        for agent in agents._agents.values():
+            agent._rollout_params = functools.partial(_with_toolsets_here, name, agent._rollout_params)
+        return agents
+
+    environment._episode_agents = episode_agents
+    return environment
+
+
+def check_task(name: str, task: Any) -> None:
+    """Refuse a task that needs more than a directory of its own."""
+    data = task.data
+    for need, is_needed in (
+        (f"the image {data.image!r}", data.image is not None),
+        (f"the user {data.agent_user!r}", data.agent_user is not None),
+        ("skills, which only a separate program can use", bool(data.skills)),
+        ("a network of its own", "*" not in data.network_allow or bool(data.network_block)),
+        ("a GPU", data.resources.gpu is not None),
+    ):
+        if is_needed:
+            raise Unsupported(name, f"task {data.idx} needs {need}")
+
+
+def _plugin_name(name: str, base: type, key: str | None) -> str:
+    """Return the name under which verifiers finds a plugin. It must have one part: others get an alias."""
+    module, _, member = name.partition(":")
+    alias = f"headrace_{name.replace('.', '_').replace(':', '_').lower()}"
+    if member:
+        plugin = imports.load(name, key)
+        if not (isinstance(plugin, type) and issubclass(plugin, base)):
+            raise BadInput(f"not a {base.__name__} of verifiers, but {plugin!r:.80}", key=key, value=name)
+        offer(alias, plugin)
+        return alias
+    if "." in module.partition("@")[0]:  # a version follows
+        try:
+            sys.modules[alias] = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise BadInput(f"cannot be imported: {error}", key=key, value=name) from error
+        return alias
+    return name
+
+
+def checked(kind: Any, settings: dict[str, Any], fixed: dict[str, Any], prefix: str) -> Any:
+    """Return a validated config of verifiers; errors name the arguments."""
+    from pydantic import ValidationError
+
+    fields = [field for field in kind.model_fields if field not in fixed]
+    fix = f"Known arguments: {', '.join(prefix + key for key in fields)}."
+    if unknown := [(prefix + key, value) for key, value in settings.items() if key not in fields]:
+        raise BadArgument.combine([BadArgument("unknown argument", key=k, value=v, fix=fix) for k, v in unknown])
+    try:
+        return kind.model_validate({**settings, **fixed})
+    except ValidationError as error:
+        problems = [
+            BadArgument(entry["msg"], key=prefix + ".".join(map(str, entry["loc"])), value=entry["input"])
+            for entry in error.errors(include_url=False)
+        ]
+        raise BadArgument.combine(problems) from error
+
+
+def _in_process(name: str, config: Any) -> Any:
+    """Return the config with our harness and no sandbox for every agent; refuse agents that need more."""
+    vf = verifiers()
+    agents = verifiers("configs.agent").agent_config_fields(config)
+    for agent, spec in agents.items():
+        sampling = {} if spec.sampling is None else spec.sampling.model_dump(exclude_unset=True)
+        if spec.harness is not None and spec.harness.id not in REPLACED:
+            raise Unsupported(name, f"agent {agent} needs the harness {spec.harness.id!r}, which is another program")
+        if "runtime" in spec.model_fields_set and spec.runtime.type != "subprocess":
+            raise Unsupported(name, f"agent {agent} needs a runtime of type {spec.runtime.type!r}")
+        if spec.model is not None or spec.client is not None:
+            raise Unsupported(name, f"agent {agent} sets a model; the policy plays all agents")
+        if set(sampling) - {"max_tokens"}:
+            keys = ", ".join(sorted(set(sampling) - {"max_tokens"}))
+            raise Unsupported(name, f"agent {agent} sets sampling ({keys}), which the run file does")
+    here = {"harness": harness(), "runtime": vf.SubprocessConfig()}
+    return config.model_copy(update={agent: spec.model_copy(update=here) for agent, spec in agents.items()})
+
+
+def _check_toolsets(name: str, toolsets: Iterable[Any]) -> None:
+    for toolset in toolsets:
+        config, kind = toolset.config, type(toolset).__name__
+        if getattr(config, "url", None):
+            raise Unsupported(name, f"toolset {kind} is served elsewhere ({config.url})")
+        if config.runtime.type != "subprocess":
+            raise Unsupported(name, f"toolset {kind} needs a runtime of type {config.runtime.type!r}")
+
+
+def _with_toolsets_here(name: str, parameters: Any, task: Any, *args: Any) -> Any:
+    if "toolsets" not in vars(task):
+        make = type(task).toolsets
+
+        def toolsets(config: Any) -> list[Any]:
+            made = make(config)
+            _check_toolsets(name, made)
+            return [bring_here(toolset) for toolset in made]
+
+        task.toolsets = toolsets
+    return parameters(task, *args)
+
+
+@functools.cache
+def harness() -> Any:
+    """Return the config of the harness, for every agent."""
+    vf = verifiers()
+    can = ("APPENDS_SYSTEM_PROMPT", "SUPPORTS_MCP", "SUPPORTS_TOOL_INTERCEPTION", "SUPPORTS_RESUME")
+    traits = {**dict.fromkeys(can, True), "EXECUTES_CODE": False, "NEEDS_CONTAINER": False}
+    members = {"__doc__": "A chat loop in this process.", "__module__": HARNESS, "session": _session, "launch": _launch}
+    offer(HARNESS, type("InProcess", (vf.Harness,), {**members, **traits}))
+    return vf.HarnessConfig(id=HARNESS)
+
+
+def offer(name: str, plugin: type) -> None:
+    """Make verifiers find a class under a module name."""
+    module: Any = ModuleType(name)
+    setattr(module, plugin.__name__, plugin)
+    module.__all__ = [plugin.__name__]
+    sys.modules[name] = module
+
+
+async def _session(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
+                   data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
+    """Open the tools in the setup of a run, under its time limit, before the first turn."""
+    seat = EPISODE.get().by_trace[trace.id]
+    if mcp_urls:
+        seat.tools = await Tools.open(mcp_urls, trace, seat.stack)
+    base = verifiers().Harness.session
+    return await base(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+
+
+async def _launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
+                  data: Any, tool_interception_url: str | None = None) -> Any:  # fmt: skip
+    """Run one segment: the prompt of `data` is the conversation so far. With a URL, tool calls are gated."""
+    vf = verifiers()
+    system, prompt = self.resolve_prompt(data)
+    messages = [vf.SystemMessage(content=system)] if system is not None else []
+    messages += [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+    seat = EPISODE.get().by_trace[trace.id]
+    done = vf.ProgramResult(exit_code=0, stdout="", stderr="")
+    while (reply := await seat.sample(messages)) is not None and reply.calls:
+        messages.append(reply.message)
+        for call in reply.calls:
+            if (result := await seat.run(call, gated=tool_interception_url is not None)) is None:
+                return done
+            messages.append(result)
+    return done
+
 
 POLICY = "policy"
 """The agent of a rollout in an environment with one agent."""
@@ -43,11 +258,11 @@ class VerifiersTaskset(Environment):
         self, name: str, /, *, env: Settings | None = None, select: Settings | None = None, gold: str | None = None,
         **config: Any,
     ) -> None:  # fmt: skip
-        loading.prepare()
+        prepare()
         self._name = name
         self._gold = gold
-        self._env = loading.load(name, config, env or {})
-        selection = loading.checked(verifiers().SelectConfig, select or {}, {}, "select.")
+        self._env = load(name, config, env or {})
+        selection = checked(verifiers().SelectConfig, select or {}, {}, "select.")
         self._taskset = self._env.taskset.select(selection)
         if not self._taskset.bounded:
             fix = "Set how many tasks to use: select = { limit = 1000 }."
@@ -103,7 +318,7 @@ class VerifiersTaskset(Environment):
         if not self._listed:
             self._listed = list(self._taskset)
             for task in self._listed:
-                loading.check_task(self._name, task)
+                check_task(self._name, task)
             self._by_key = {task.key: task for task in self._listed}
 
     def _task(self, key: str) -> Any:
