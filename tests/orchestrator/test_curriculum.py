@@ -197,26 +197,26 @@ def test_if_every_environment_is_paused_all_are_drawn():
 def test_pauses_double_up_to_a_maximum():
     breaker, pauses, draw = EnvironmentBreaker(), [], 0
     for _ in range(12):
-        pause = breaker.record_failure("env", draw, MAX_FAILED_EPISODES)
+        pause = breaker.record_failure(draw, MAX_FAILED_EPISODES)
         pauses.append(pause)
         draw += pause + 1
-        assert breaker.is_paused("env", draw - 1)
-        assert not breaker.is_paused("env", draw)
+        assert breaker.is_paused(draw - 1)
+        assert not breaker.is_paused(draw)
     assert pauses[:3] == [FIRST_PAUSE_DRAWS, 2 * FIRST_PAUSE_DRAWS, 4 * FIRST_PAUSE_DRAWS]
     assert pauses[-1] == MAX_PAUSE_DRAWS
 
 
 def test_there_is_one_trial_at_a_time_and_a_cancelled_one_is_replaced():
     breaker = EnvironmentBreaker()
-    breaker.record_failure("env", 0, MAX_FAILED_EPISODES)
-    breaker.record_draw("env", 17)
-    assert breaker.is_paused("env", 18)
-    breaker.record_cancelled("env", 17)
-    assert not breaker.is_paused("env", 18)
-    breaker.record_draw("env", 18)
-    assert breaker.record_success("env", 18)
-    assert not breaker.is_paused("env", 19)
-    assert breaker.record_failure("env", 16, 99) == 0  # drawn before the success
+    breaker.record_failure(0, MAX_FAILED_EPISODES)
+    breaker.record_draw(17)
+    assert breaker.is_paused(18)
+    breaker.record_cancelled(17)
+    assert not breaker.is_paused(18)
+    breaker.record_draw(18)
+    assert breaker.record_success(18)
+    assert not breaker.is_paused(19)
+    assert breaker.record_failure(16, 99) == 0  # drawn before the success
 
 
 # -- gates ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from headrace.transport.run_dir import RunDir
 
 def find_violations(run: RunDir, journal: Journal) -> list[str]:
     """Return a sentence for every inconsistency; empty if the run is consistent."""
-    return [*_draws(journal), *_steps(journal), *_batches(run, journal), *_checkpoints(run, journal)]
+    return [*_draws(journal), *_steps(journal), *_files(run, journal)]
 
 
 def _draws(journal: Journal) -> Iterator[str]:
@@ -53,8 +53,8 @@ def _steps(journal: Journal) -> Iterator[str]:
             yield f"the totals of step {step} are {totals}, but its draws sum to {replayed}"
 
 
-def _batches(run: RunDir, journal: Journal) -> Iterator[str]:
-    """Compare the draws of the batches on disk with the journal."""
+def _files(run: RunDir, journal: Journal) -> Iterator[str]:
+    """Compare the batches and checkpoints on disk with the journal."""
     recorded: dict[int, set[int]] = {}
     for draw, state, step, _ in journal.draws():
         if step is not None and state in ("shipped", "trained"):
@@ -72,9 +72,6 @@ def _batches(run: RunDir, journal: Journal) -> Iterator[str]:
     for step in range(run.latest_checkpoint_step() + 1, journal.last_step() + 1):
         if not run.batches.is_committed(step) and step > run.latest_checkpoint_step():
             yield f"{run.batches.path(step)} is missing, and no checkpoint covers step {step}"
-
-
-def _checkpoints(run: RunDir, journal: Journal) -> Iterator[str]:
     covered, last = run.latest_checkpoint_step(), journal.last_step()
     if covered > last:
         yield f"there is a checkpoint of step {covered}, but the journal ends at step {last}"

@@ -304,7 +304,7 @@ class Pipeline:
         draw, task = self._source.draw()
         self.buffer.drawn.append(draw)
         size = self.settings.group_sizes[task.env]
-        self._capacity.record_opened(size)
+        self._capacity.wave -= size
         together = task.env in self.settings.scored_together
         return Group(f"{draw.id}-{self._start}", task, size, self.version.step, draw.id, together=together)
 

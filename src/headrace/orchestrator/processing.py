@@ -65,7 +65,11 @@ class GroupScorer:
     """
 
     def __init__(
-        self, environments: Mapping[str, Environment], timeouts: Mapping[str, float | None], *, text_only: bool = False
+        self,
+        environments: Mapping[str, Environment],
+        timeouts: Mapping[str, float | None] = MappingProxyType({}),
+        *,
+        text_only: bool = False,
     ) -> None:
         self._environments, self._timeouts, self._text_only = environments, timeouts, text_only
         self._logged: set[tuple[str, str]] = set()
@@ -262,20 +266,11 @@ class TrainProcessing:
                 )
 
 
-class EvalProcessing:
+class EvalProcessing(GroupScorer):
     """Processing for evaluation: group rewards and metrics; no credit, no filters."""
 
-    def __init__(
-        self,
-        environments: Mapping[str, Environment],
-        timeouts: Mapping[str, float | None] = MappingProxyType({}),
-        *,
-        text_only: bool = False,
-    ) -> None:
-        self._group_scorer = GroupScorer(environments, timeouts, text_only=text_only)
-
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
-        await self._group_scorer.apply(group, rollouts)
+        await self.apply(group, rollouts)
         return ScoredGroup.of(Kind.EVAL, group, rollouts)
 
     async def process_batch(self, batch: EvalBatch) -> None:

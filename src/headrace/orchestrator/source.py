@@ -45,7 +45,15 @@ def choose_environment(seed: int, draw: int, weights: Mapping[str, float]) -> st
     return random.Random(f"{seed}-{draw}").choices(list(weights), list(weights.values()))[0]
 
 
-class _BreakerState(msgspec.Struct):
+class EnvironmentBreaker(msgspec.Struct):
+    """Stops drawing from an environment whose episodes only fail; outcomes may be recorded in any order.
+
+    After `MAX_FAILED_EPISODES` failed episodes in a row the environment is paused: its draws go to the other
+    environments. Then one trial draw tests it; while trials fail, the pauses double. Everything is counted in draws, so
+    the state is a function of the draws' outcomes and a resumed run restores it. If all environments are paused, all
+    are drawn; `empty_batches` decides whether failures end the run.
+    """
+
     failed: int = 0
     """Failed episodes since the last success."""
     pause: int = 0
@@ -57,58 +65,38 @@ class _BreakerState(msgspec.Struct):
     succeeded: int = -1
     """Newest draw with a success."""
 
-
-class EnvironmentBreaker:
-    """Stops drawing from an environment whose episodes only fail; outcomes may be recorded in any order.
-
-    After `MAX_FAILED_EPISODES` failed episodes in a row an environment is paused: its draws go to the other
-    environments. Then one trial draw tests it; while trials fail, the pauses double. Everything is counted in draws, so
-    the state is a function of the draws' outcomes and a resumed run restores it. If all environments are paused, all
-    are drawn; `empty_batches` decides whether failures end the run.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[str, _BreakerState] = {}
-
-    def is_paused(self, env: str, draw: int) -> bool:
+    def is_paused(self, draw: int) -> bool:
         """Return whether draw number `draw` must go to another environment."""
-        state = self._state(env)
-        return bool(state.pause) and (draw < state.until or state.trial is not None)
+        return bool(self.pause) and (draw < self.until or self.trial is not None)
 
-    def record_draw(self, env: str, draw: int) -> None:
-        state = self._state(env)
-        if state.pause and draw >= state.until and state.trial is None:
-            state.trial = draw
+    def record_draw(self, draw: int) -> None:
+        if self.pause and draw >= self.until and self.trial is None:
+            self.trial = draw
 
-    def record_success(self, env: str, draw: int) -> bool:
+    def record_success(self, draw: int) -> bool:
         """Record that an episode of `draw` succeeded; return whether that ended a pause."""
-        state = self._state(env)
-        if state.failed:
-            self._states[env] = _BreakerState()
-        self._states[env].succeeded = max(draw, state.succeeded)
-        return state.pause > 0
+        was_paused = self.pause > 0
+        if self.failed:
+            self.failed, self.pause, self.until, self.trial = 0, 0, 0, None
+        self.succeeded = max(draw, self.succeeded)
+        return was_paused
 
-    def record_failure(self, env: str, draw: int, episodes: int) -> int:
+    def record_failure(self, draw: int, episodes: int) -> int:
         """Record that all `episodes` of `draw` failed; return the length of the pause that begins, 0 for none."""
-        state = self._state(env)
-        self.record_cancelled(env, draw)
-        if draw < state.succeeded:
+        self.record_cancelled(draw)
+        if draw < self.succeeded:
             return 0
-        state.failed += episodes
-        if state.failed < MAX_FAILED_EPISODES or draw < state.until:
+        self.failed += episodes
+        if self.failed < MAX_FAILED_EPISODES or draw < self.until:
             return 0
-        state.pause = min(2 * state.pause, MAX_PAUSE_DRAWS) if state.pause else FIRST_PAUSE_DRAWS
-        state.until = draw + 1 + state.pause
-        return state.pause
+        self.pause = min(2 * self.pause, MAX_PAUSE_DRAWS) if self.pause else FIRST_PAUSE_DRAWS
+        self.until = draw + 1 + self.pause
+        return self.pause
 
-    def record_cancelled(self, env: str, draw: int) -> None:
+    def record_cancelled(self, draw: int) -> None:
         """Record that `draw` ended without success or failure, so that it no longer counts as the trial."""
-        state = self._state(env)
-        if state.trial == draw:
-            state.trial = None
-
-    def _state(self, env: str) -> _BreakerState:
-        return self._states.setdefault(env, _BreakerState())
+        if self.trial == draw:
+            self.trial = None
 
 
 class TrainSource:
@@ -131,7 +119,7 @@ class TrainSource:
             self._samplers[entry.env] = entry.make_sampler(seed)
         self._drawn = {name: (drawn or {}).get(name, 0) for name in self._samplers}
         self._next_id = sum((drawn or {}).values())
-        self._breaker = EnvironmentBreaker()
+        self._breakers = {name: EnvironmentBreaker() for name in self._samplers}
         self._pending: list[Lesson] = []
         self._reopened: deque[tuple[Draw, Task]] = deque()
         self.missing: list[Draw] = []
@@ -145,7 +133,7 @@ class TrainSource:
 
     def draw(self) -> tuple[Draw, Task]:
         draw, task = self._reopened.popleft() if self._reopened else self._new_draw()
-        self._breaker.record_draw(draw.env, draw.id)
+        self._breakers[draw.env].record_draw(draw.id)
         return draw, task
 
     def add_lesson(self, lesson: Lesson) -> None:
@@ -163,9 +151,8 @@ class TrainSource:
         return {name: value for sampler in self._samplers.values() for name, value in sampler.metrics().items()}
 
     def _new_draw(self) -> tuple[Draw, Task]:
-        active = {
-            name: weight for name, weight in self._weights.items() if not self._breaker.is_paused(name, self._next_id)
-        }
+        paused = {name for name, breaker in self._breakers.items() if breaker.is_paused(self._next_id)}
+        active = {name: weight for name, weight in self._weights.items() if name not in paused}
         env = choose_environment(self._seed, self._next_id, active or self._weights)
         task = self._samplers[env].draw(self._drawn[env])
         draw = Draw(self._next_id, env, task.key, self._drawn[env], self._samplers[env].observed)
@@ -174,15 +161,15 @@ class TrainSource:
         return draw, task
 
     def _learn_from(self, lesson: Lesson) -> None:
-        env, breaker = lesson.env, self._breaker
+        env, breaker = lesson.env, self._breakers[lesson.env]
         if lesson.rewards:
             self._samplers[env].observe(lesson.task_key, lesson.rewards)
-            if breaker.record_success(env, lesson.draw):
+            if breaker.record_success(lesson.draw):
                 log.warning("environment %r works again: it is drawn as often as before", env)
         elif not lesson.failed:
-            breaker.record_cancelled(env, lesson.draw)
+            breaker.record_cancelled(lesson.draw)
         else:
-            pause = breaker.record_failure(env, lesson.draw, lesson.failed)
+            pause = breaker.record_failure(lesson.draw, lesson.failed)
             if pause and lesson.error and len(self._samplers) > 1:
                 message = "environment %r only fails (%s): paused for the next %d draws, then tried again once"
                 log.warning(message, env, lesson.error, pause)

@@ -125,8 +125,8 @@ class EpisodeCapacity:
         """`batch_size`: rollouts per batch, None if batches are measured in tokens; `group_size`: the largest."""
         self.in_waves, self._batch_size, self._group_size = in_waves, batch_size, group_size
         self._rollouts = self._episodes = 0
-        self._wave = 0
-        """Episodes of the current wave that are not opened yet."""
+        self.wave = 0
+        """Episodes of the current wave that are not opened yet; negative if its last group is larger than the rest."""
         self._credited: dict[int, int] = {}
         """Credited rollouts of the current step by draw."""
         self._kept = 0
@@ -157,9 +157,6 @@ class EpisodeCapacity:
             self._last_credited = sum(count for draw, count in credited.items() if end is None or draw < end)
             self._last_kept = min(self._last_credited, self._batch_size + self._group_size - 1)
 
-    def record_opened(self, episodes: int) -> None:
-        self._wave -= episodes
-
     def begin_wave(self, rollouts: int) -> None:
         """Begin the wave that produces `rollouts`. All earlier episodes must be credited.
 
@@ -168,11 +165,11 @@ class EpisodeCapacity:
         credited = sum(self._credited.values()) + self._last_credited
         kept = max(MIN_KEPT_SHARE, (self._kept + self._last_kept) / credited) if credited else 1.0
         margin = WAVE_MARGIN * math.sqrt(rollouts * self._group_size * max(0.0, 1 - kept))
-        self._wave = self.episodes_for(math.ceil((rollouts + margin) / kept), in_processing=0)
+        self.wave = self.episodes_for(math.ceil((rollouts + margin) / kept), in_processing=0)
 
     @property
     def rest_of_wave(self) -> int:
-        return max(0, self._wave)
+        return max(0, self.wave)
 
     def episodes_for(self, rollouts: int, in_processing: int) -> int:
         """Return the episodes to open for `rollouts`, besides the `in_processing` ones whose groups are being credited.

@@ -138,7 +138,10 @@ def _targets(model: Any, suffixes: Sequence[str]) -> dict[str, Linear]:
     if not layers:
         raise BadInput(f"{type(model).__name__} has no linear layers to adapt", key="lora")
     if ALL_LINEAR in suffixes:
-        parts = _expert_parts(model)
+        # PEFT takes every layer with the name of an expert's layer in files for a part of the experts, also that of a
+        # shared expert or a dense layer, if the model has stacked them.
+        files = as_in_files(model, {name: tensor.to("meta") for name, tensor in model.named_parameters()})
+        parts = {match[1] for name in files if (match := _EXPERT.search(name))}
         return {name: part for name, part in layers.items() if _last(name) not in parts}
     unknown = [suffix for suffix in suffixes if not any(_ends_in(name, suffix) for name in layers)]
     if unknown:
@@ -146,15 +149,6 @@ def _targets(model: Any, suffixes: Sequence[str]) -> dict[str, Linear]:
         fix = f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}."
         raise BadInput(fact, key="lora.target_modules", value=unknown, fix=fix)
     return {name: part for name, part in layers.items() if any(_ends_in(name, suffix) for suffix in suffixes)}
-
-
-def _expert_parts(model: Any) -> set[str]:
-    """Return the names of an expert's layers in files, if the model has stacked them.
-
-    PEFT takes every layer of such a name for a part of the experts, also that of a shared expert or a dense layer.
-    """
-    files = as_in_files(model, {name: tensor.to("meta") for name, tensor in model.named_parameters()})
-    return {match[1] for name in files if (match := _EXPERT.search(name))}
 
 
 def _ends_in(name: str, suffix: str) -> bool:

@@ -203,8 +203,7 @@ class Optimizer:
         self._factors = {
             part: factor for factor, groups in by_factor.items() for group in groups for part in rule(group)
         }
-        self._parts = [*self._factors]
-        self._part_of = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
+        self._part_of = {p: part for part in self._factors for group in part.param_groups for p in group["params"]}
 
     def step(self, lr: float) -> float:
         """Apply the accumulated gradients and clear them; return their norm before clipping."""
@@ -269,9 +268,9 @@ class Optimizer:
                 )
 
     def _update(self, lr: float) -> None:
-        for part in self._parts:
+        for part, factor in self._factors.items():
             for group in part.param_groups:
-                group["lr"] = lr * self._factors[part]
+                group["lr"] = lr * factor
             if self._offloads:
                 for parameter, state in part.state.items():
                     state.update({key: value.to(parameter.device, non_blocking=True) for key, value in state.items()})

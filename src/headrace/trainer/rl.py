@@ -22,6 +22,7 @@ from headrace.inference.colocation import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch
+from headrace.rollout.digest import seal
 from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.trainer.device_lock import TrainerDeviceLock
@@ -33,7 +34,7 @@ from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.step import StepResult
 from headrace.trainer.token_table import delete_sampled_exports, write_token_table
 from headrace.trainer.warmup import warm_up
-from headrace.transport.platform import write_platform
+from headrace.transport.files import write_atomically
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import AcknowledgementMonitor
 
@@ -95,7 +96,7 @@ class RlTrainer:
             pin_ahead(published + learner.plan_checkpoints(published), learner.model.device)
         self.metrics = MetricsLog(run.metrics, "trainer")
         if learner.ranks.first:
-            write_platform(run.platform, learner.platform)
+            write_atomically(run.platform, seal(learner.platform))
         self.routers = MetricsLog(run.routers, "trainer", shared=False)
         if learner.model.compiles and on_gpu and learner.state.step < learner.max_steps:
             status.set("compiling")  # ahead of the first step, without the device lock: engines start meanwhile

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.rollout.digest import seal
 from headrace.rollout.schema import SCHEMA, decode_versioned
-from headrace.transport.files import write_atomically
 
 
 class Platform(msgspec.Struct, frozen=True):
@@ -39,7 +37,3 @@ class Platform(msgspec.Struct, frozen=True):
 def read_platform(path: Path) -> Platform | None:
     """Return the platform of the last start of a run's trainer; None: an older version wrote the run."""
     return decode_versioned(path.read_bytes(), Platform, str(path)) if path.is_file() else None
-
-
-def write_platform(path: Path, platform: Platform) -> None:
-    write_atomically(path, seal(platform))

@@ -25,7 +25,7 @@ from headrace.tools.hub.card import run_card
 from headrace.tools.hub.repository import Checksum, git_hash_of, sha256_of
 from headrace.transport.checkpoint_files import CheckpointMarker
 from headrace.transport.digests import file_digest, write_digests
-from headrace.transport.platform import Platform, write_platform
+from headrace.transport.platform import Platform
 from headrace.transport.rollout_files import write_eval_rollouts, write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.observe.runs import write_run
@@ -335,7 +335,8 @@ def test_the_card_names_data_scores_and_versions_without_the_machines_folders(tm
     }
     run = RunDir(write_run(tmp_path / "mill", [0.1, 0.5], {0: 0.25, 2: 0.75}, keys=keys))
     versions = {"torch": "2.13.0"}
-    write_platform(run.platform, Platform(versions, "x86_64", "NVIDIA H200", "bfloat16", threads=4, ranks=2))
+    platform = Platform(versions, "x86_64", "NVIDIA H200", "bfloat16", threads=4, ranks=2)
+    run.platform.write_bytes(seal(platform))
     card = run_card(run, "team/mill", "team/base", "base", [])
     assert "base_model: team/base" in card
     assert "| training | gsm8k | path = gsm.jsonl, limit = 9 |" in card
