@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -70,7 +71,8 @@ class Prompter:
         if continuation is not None:
             turn, new = continuation
             size = text_length(new) + len(turn.prompt_ids) + len(turn.completion_ids)
-            prompt = await run_inline_or_in_thread(size <= INLINE_CHARS, self.prompts.extend, turn, new, tools)
+            extend = partial(self.prompts.extend, turn, new, tools)
+            prompt = extend() if size <= INLINE_CHARS else await asyncio.to_thread(extend)
             if prompt is not None:
                 return prompt
         if length <= INLINE_CHARS:
@@ -92,11 +94,6 @@ class Prompter:
     def _check_length(self, tokens: int, qualifier: str = "") -> None:
         if tokens >= self.seq_len:
             raise PromptTooLong(f"the conversation has {qualifier}{tokens} tokens and seq_len is {self.seq_len}")
-
-
-async def run_inline_or_in_thread(inline: bool, function: Callable[..., T], *args: Any) -> T:
-    """Call a function; in a thread unless `inline`, so that the event loop is not blocked."""
-    return function(*args) if inline else await asyncio.to_thread(function, *args)
 
 
 class TurnRequest(NamedTuple):

@@ -55,12 +55,9 @@ class PolicyReference:
         """Raise `BadInput` if the engines cannot score at the temperatures that algorithms need."""
         other = sorted(self._temperatures - {1.0})
         if other and not all(health.scores_at_any_temperature for health in engines):
-            raise BadInput(
-                "the policy scores its own samples, and vLLM scores at temperature 1 alone",
-                key="orchestrator.train.sampling.temperature",
-                value=other[0],
-                fix='Set it to 1, or inference.engine to "embedded".',
-            )
+            fact = "the policy scores its own samples, and vLLM scores at temperature 1 alone"
+            fix = 'Set it to 1, or inference.engine to "embedded".'
+            raise BadInput(fact, key="orchestrator.train.sampling.temperature", value=other[0], fix=fix)
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
         try:
@@ -201,19 +198,12 @@ def check_algorithm(env: str, config: AlgorithmConfig, algorithm: Algorithm, ren
             fix="Set it to the model's family (qwen3, llama-3, ...).",
         )
     if algorithm.keeps_state() and type(algorithm).load_state is Algorithm.load_state:
-        raise BadInput(
-            f"the algorithm of environment {env!r} has state() but no load_state(): a resumed run cannot restore it",
-            key="algo.type",
-            value=name_of(type(algorithm)),
-            fix="Add load_state().",
-        )
+        fact = f"the algorithm of environment {env!r} has state() but no load_state(): a resumed run cannot restore it"
+        raise BadInput(fact, key="algo.type", value=name_of(type(algorithm)), fix="Add load_state().")
     if config.sampling_source is not None and algorithm.action_loss_type != "ce":
-        raise BadInput(
-            f"{config.type} in environment {env!r} trains with {algorithm.action_loss_type}, which needs the logprobs "
-            "of the live policy",
-            key="algo.sampling.source",
-            fix='Leave it at "policy".',
-        )
+        loss = algorithm.action_loss_type
+        fact = f"{config.type} in environment {env!r} trains with {loss}, which needs the logprobs of the live policy"
+        raise BadInput(fact, key="algo.sampling.source", fix='Leave it at "policy".')
 
 
 def _load_state(env: str, algorithm: Algorithm, saved: AlgorithmState) -> None:

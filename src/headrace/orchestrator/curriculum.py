@@ -129,11 +129,8 @@ class DifficultyPoolConfig(SamplerConfig):
 
     def problems(self) -> Iterator[InvalidValue]:
         if self.hard_max >= self.normal_max:
-            yield self.invalid(
-                "hard_max",
-                f"not below normal_max, which is {self.normal_max:g}: no task would be normal",
-                "Lower hard_max, or raise normal_max.",
-            )
+            fact = f"not below normal_max, which is {self.normal_max:g}: no task would be normal"
+            yield self.invalid("hard_max", fact, "Lower hard_max, or raise normal_max.")
         if not any(self.weights.model_dump().values()):
             yield InvalidValue("every weight is 0", key="weights", fix="Set the weight of at least one pool above 0.")
 

@@ -28,12 +28,8 @@ class GibberishConfig(FilterConfig):
     """How far the logprob of a rare token must be below that of a uniform choice, in nats."""
 
     def make_test(self, vocab_size: int) -> Callable[[Rollout], bool]:
-        return partial(
-            is_gibberish,
-            vocab_size=vocab_size,
-            token_id_threshold=self.token_id_threshold,
-            logprob_offset=self.logprob_offset,
-        )
+        settings = self.model_dump(include={"token_id_threshold", "logprob_offset"})
+        return partial(is_gibberish, vocab_size=vocab_size, **settings)
 
 
 def is_gibberish(rollout: Rollout, vocab_size: int, token_id_threshold: int, logprob_offset: float) -> bool:

@@ -59,11 +59,8 @@ class AdvantageRangeConfig(GateConfig):
 
     def problems(self) -> Iterator[InvalidValue]:
         if self.reject_min > self.reject_max:
-            yield self.invalid(
-                "reject_min",
-                f"above reject_max, which is {self.reject_max:g}: nothing would be rejected",
-                "Lower reject_min, or raise reject_max.",
-            )
+            fact = f"above reject_max, which is {self.reject_max:g}: nothing would be rejected"
+            yield self.invalid("reject_min", fact, "Lower reject_min, or raise reject_max.")
 
 
 @GATES.register

@@ -5,6 +5,7 @@ The teacher's server returns text; `text/teacher_reply.py` rewrites it as the po
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +21,7 @@ from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, OpenAIError
 from headrace.inference.client.served_model import ServedModel, sampling_keys, structured_keys
 from headrace.inference.schema import Completion, SamplingParams, StructuredOutputs
-from headrace.orchestrator.conversation import (
-    INLINE_CHARS,
-    Conversation,
-    Prompter,
-    TurnRequest,
-    run_inline_or_in_thread,
-)
+from headrace.orchestrator.conversation import INLINE_CHARS, Conversation, Prompter, TurnRequest
 from headrace.rollout.types import Message, Turn
 from headrace.text.messages import assistant_message, content_text, refusal_text
 from headrace.text.prompt import Prompt
@@ -100,14 +95,10 @@ class Sampler:
         if structured is not None:
             text = self.prompter.parser.text(completion.token_ids)
             return Reply(assistant_message(text), self._turn(request.prompt, completion), [], text)
-        message, tool_calls, raw = await run_inline_or_in_thread(
-            len(completion.token_ids) <= INLINE_TOKENS,
-            self.prompter.parser.parse,
-            request.prompt.ids,
-            completion.token_ids,
-            request.tools,
-            request.first_call,
-        )
+        sequence = request.prompt.ids, completion.token_ids
+        parse = partial(self.prompter.parser.parse, *sequence, request.tools, request.first_call)
+        is_short = len(completion.token_ids) <= INLINE_TOKENS
+        message, tool_calls, raw = parse() if is_short else await asyncio.to_thread(parse)
         return Reply(message, self._turn(request.prompt, completion), tool_calls, raw)
 
     def _mask(self, request: TurnRequest) -> StructuredOutputs | None:
@@ -116,11 +107,9 @@ class Sampler:
             return request.structured_outputs
         if not self._has_warned:
             self._has_warned = True
-            reason = (
-                "the policy is trained on logprobs of its whole distribution, not of a masked one"
-                if self._trains
-                else "a reply that follows them cannot call the tools that are offered"
-            )
+            reason = "a reply that follows them cannot call the tools that are offered"
+            if self._trains:
+                reason = "the policy is trained on logprobs of its whole distribution, not of a masked one"
             log.warning("an environment sets structured outputs: ignored, since %s", reason)
         return None
 

@@ -165,12 +165,9 @@ def _settings(
     """
     assert config.max_steps is not None and config.seq_len is not None
     if config.seq_len > policy.max_model_len:
-        raise BadInput(
-            f"the inference server accepts at most {policy.max_model_len} tokens",
-            key="seq_len",
-            value=config.seq_len,
-            fix="Raise inference.max_model_len, or lower seq_len.",
-        )
+        fact = f"the inference server accepts at most {policy.max_model_len} tokens"
+        fix = "Raise inference.max_model_len, or lower seq_len."
+        raise BadInput(fact, key="seq_len", value=config.seq_len, fix=fix)
     train_sizes = {env.name: env.group_size or config.group_size for env in config.train.env}
     eval_sizes = {env.name: env.group_size or config.eval.group_size for env in config.eval.env}
     sizes = {Kind.TRAIN: train_sizes, Kind.EVAL: eval_sizes}
@@ -187,12 +184,9 @@ def _settings(
     together = [slot for slot, (_, environment, _) in environments.items() if environment.scores_groups]
     largest = max((sizes[kind][name] for kind, name in together), default=0)
     if largest > max_inflight:
-        raise BadInput(
-            f"an environment scores groups of {largest}, whose episodes must run at once",
-            key="orchestrator.max_inflight_rollouts",
-            value=max_inflight,
-            fix=f"Raise it to at least {largest}, or lower group_size.",
-        )
+        fact = f"an environment scores groups of {largest}, whose episodes must run at once"
+        fix = f"Raise it to at least {largest}, or lower group_size."
+        raise BadInput(fact, key="orchestrator.max_inflight_rollouts", value=max_inflight, fix=fix)
     settings = PipelineSettings(
         max_steps=config.max_steps,
         batch_size=config.batch_size,

@@ -91,12 +91,11 @@ class ReferenceTotals:
         """Return the totals; raise if the data was not there, or rendered otherwise, when the run started."""
         totals = [self._totals.get(self.key(sample)) for sample in samples]
         if missing := totals.count(None):
-            raise ResumeError(
+            fact = (
                 f"the reference has not scored {missing} of {len(samples)} sequences: data, seq_len or renderer have "
-                "changed since the run started, and its start model is gone",
-                key="data",
-                fix="Restore them, or start a new run.",
+                "changed since the run started, and its start model is gone"
             )
+            raise ResumeError(fact, key="data", fix="Restore them, or start a new run.")
         return np.array(totals, np.float64)
 
     def write(self, directory: Path) -> None:

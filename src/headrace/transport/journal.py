@@ -88,11 +88,8 @@ class Journal:
         self._file = self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
         version = check_version(self._file, self.path)
         if version == 0:
-            raise BadInput(
-                f"the journal is damaged: it has no tables. They may have been in {self.path.name}-wal",
-                file=self.path,
-                fix=RESTORE,
-            )
+            fact = f"the journal is damaged: it has no tables. They may have been in {self.path.name}-wal"
+            raise BadInput(fact, file=self.path, fix=RESTORE)
         self.has_checksums = version == JOURNAL_SCHEMA
         self.epoch = self._last_start()
         if not self.has_checksums:  # every query reads the present schema

@@ -113,11 +113,9 @@ def check_version(db: sqlite3.Connection, path: Path) -> int:
     """Return the schema of a journal, 0 for an empty file; raise if this version of Headrace cannot read it."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if 0 < version < OLDEST_SCHEMA:
-        raise BadInput(
-            f"written by an older Headrace (schema {version}, this one reads {OLDEST_SCHEMA} to {JOURNAL_SCHEMA})",
-            file=path,
-            fix="Finish the run with that version, or start a new one from its newest checkpoint's model.",
-        )
+        fact = f"written by an older Headrace (schema {version}, this one reads {OLDEST_SCHEMA} to {JOURNAL_SCHEMA})"
+        fix = "Finish the run with that version, or start a new one from its newest checkpoint's model."
+        raise BadInput(fact, file=path, fix=fix)
     check_schema(version, str(path), newest=JOURNAL_SCHEMA)
     return version
 

@@ -61,9 +61,8 @@ class Canary:
                 write_atomically(self.folder / nonce, content.encode())
                 durations.append(time.monotonic() - started)
                 if (self.folder / nonce).read_bytes() != content.encode():
-                    raise UnsuitableDirectory(
-                        f"{self.folder}: after a rename the old content of the target is read. {FIX}"
-                    )
+                    fact = f"{self.folder}: after a rename the old content of the target is read"
+                    raise UnsuitableDirectory(f"{fact}. {FIX}")
         except OSError as error:
             raise UnsuitableDirectory(
                 f"{error.filename or self.folder}: {error.strerror}. Give the user of the run write access from all "

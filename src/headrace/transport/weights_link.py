@@ -230,9 +230,8 @@ def connect(
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return Connection(
-                socket.create_connection((host, port), min(_CONNECT_ATTEMPT_S, timeout_s)), peer, timeout_s
-            )
+            connected = socket.create_connection((host, port), min(_CONNECT_ATTEMPT_S, timeout_s))
+            return Connection(connected, peer, timeout_s)
         except OSError as error:
             if isinstance(error, TimeoutError) and time.monotonic() < deadline and not is_cancelled():
                 continue
