@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from headrace.rollout.batch import Batch, BatchSample, encode_batch
 from headrace.rollout.types import ROUTES, Sample
-from headrace.transport.token_exports import read_header
+from headrace.transport.run_dir import read_header
 from tests.models.families import write_model
 from tests.trainer.rank_program import LR
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model

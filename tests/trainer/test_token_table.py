@@ -29,8 +29,7 @@ from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import COLUMNS, delete_sampled_exports, write_token_table
 from headrace.trainer.tokens import COMPONENTS, PENALTIES, StepTokens
 from headrace.transport.digests import DIGESTS
-from headrace.transport.run_dir import RunDir
-from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
+from headrace.transport.run_dir import ExportHeader, RunDir, TokenExports, read_header
 from tests.trainer.training_samples import (
     ARCHITECTURES,
     Gradients,

@@ -21,16 +21,21 @@ from headrace.transport.epochs import (
     DRAFTS,
     EPOCHS,
     LAUNCHER_VAR,
+    LEASE_S,
     Epoch,
     Held,
+    Holder,
+    Lease,
+    Observer,
+    Verdict,
     hold_epoch,
     is_held,
     newest_lease,
     numbers,
     take_epoch,
+    this_process,
 )
 from headrace.transport.files import discard, use_drafts, write_atomically, write_directory
-from headrace.transport.lease import LEASE_S, Holder, Lease, Observer, Verdict, this_process
 from tests.refusals import refused
 
 ELSEWHERE = Holder("elsewhere", "boot", "pids", 1, 1, "nonce")

@@ -17,8 +17,7 @@ from headrace.launch.run_directory import LAUNCHER, checkpoints, find_run, in_us
 from headrace.observe.chart import comparison_chart
 from headrace.observe.metrics import Record, Tail
 from headrace.observe.summary import Summary, read_history, summarize, text
-from headrace.transport.epochs import newest_lease
-from headrace.transport.lease import is_here
+from headrace.transport.epochs import is_here, newest_lease
 from headrace.transport.run_dir import RolloutKind, RunDir
 from headrace.transport.verification import Verification
 

@@ -21,9 +21,19 @@ from headrace.config.files import read_toml
 from headrace.config.trainer import PastWeightsConfig
 from headrace.launch.errors import BadRequest
 from headrace.observe.metrics import INCARNATIONS, Tail
-from headrace.transport.epochs import DRAFTS, EPOCHS, LAUNCHER_VAR, Held, is_held, newest_lease, take_epoch
+from headrace.transport.epochs import (
+    DRAFTS,
+    EPOCHS,
+    LAUNCHER_VAR,
+    LEASE_S,
+    Held,
+    Holder,
+    is_gone,
+    is_held,
+    newest_lease,
+    take_epoch,
+)
 from headrace.transport.files import MARKER, STEP, link_tree, write_directory
-from headrace.transport.lease import LEASE_S, Holder, is_gone
 from headrace.transport.lock import is_locked, lock
 from headrace.transport.run_dir import RunDir
 

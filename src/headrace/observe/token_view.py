@@ -16,7 +16,7 @@ from rich.text import Text
 
 from headrace.errors import BadInput
 from headrace.rollout.schema import DamagedFile
-from headrace.transport.token_exports import ExportHeader, TokenExports, read_header
+from headrace.transport.run_dir import ExportHeader, TokenExports, read_header
 
 NUMBERS = {
     "advantage": ("advantages", "{:+.3f}"),

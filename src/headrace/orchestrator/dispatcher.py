@@ -192,6 +192,7 @@ class Dispatcher:
             running.timer = asyncio.get_running_loop().call_later(self._grace, self._abandon, running)
 
     def _abandon(self, running: _Running) -> None:
+        """Report a cancelled episode that has not ended as failed, and ignore its later result."""
         if running.episode.id in self._running and running.cancelled_with is not None:
             log.error(
                 "an episode of %s did not end after its cancellation (%s) and is abandoned. An environment must let "
@@ -201,6 +202,7 @@ class Dispatcher:
             self._arrive(running, [self._failed(running.episode, running.cancelled_with)])
 
     def _on_end(self, running: _Running, task: asyncio.Task[list[Rollout]]) -> None:
+        """Deliver the rollouts of a task that has ended, or a failed one in their place."""
         if running.episode.id not in self._running:  # abandoned: it has arrived already
             if not task.cancelled():
                 task.exception()

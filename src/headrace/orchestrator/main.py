@@ -23,6 +23,7 @@ from headrace.observe.status import Status, wait_for
 from headrace.orchestrator.commits import Commits
 from headrace.orchestrator.crediting import PastPolicy, PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.event_loop import watch_loop
+from headrace.orchestrator.orchestrator import Orchestrator
 from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.watcher import WeightWatcher
@@ -62,68 +63,13 @@ def run(
 async def _run(
     config: OrchestratorConfig, run: RunDir, status: Status, servers: int = 1, shares_device: bool = False
 ) -> bool:
-    starting = asyncio.current_task()
-    assert starting is not None and config.model.name is not None
-    loop = asyncio.get_running_loop()
+    starting, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert starting is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, starting.cancel)
-    directory = model_directory(config.model.name)
-    tokenizer = Tokenizer(directory)
-    renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump(exclude={"pool_size"}))
     async with AsyncExitStack() as stack:
         try:
-            epoch = stack.enter_context(hold_epoch(run.root, "orchestrator"))
-            run.batches.adopt(epoch.number)
-            journal = stack.enter_context(closing(take_over(run.root, epoch.number)))
-            journal.start(settings_digest(config))
-            environments = await _load_environments(config, status, stack)
-            for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
-                status.notify(line, logging.INFO)
-            notify_changed_tasks(environments, journal, status)
-            if config.train.env:
-                _reconcile(run, journal, status)
-                if config.max_async_level == 0:
-                    journal.rewind(
-                        journal.last_step(), keep_clock=True
-                    )  # repeats an interrupted step from its beginning
-                Commits(run, journal, config.keep_rollouts).delete_uncommitted()
-            timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
-            connect = partial(
-                EngineClient,
-                config.client.base_url or run.endpoints,
-                timeout=timeout,
-                retry_for=retry_for,
-                api_key=_key(config.client.api_key_var),
-                admin_key=_key(config.client.admin_key_var),
-                keys_file=config.client.keys_file,
-            )
-            client = connect()
-            stack.push_async_callback(client.close)
-            past = None
-            if config.past_policy is not None:
-                past_client = connect(past=True)
-                stack.push_async_callback(past_client.close)
-                every = None if config.past_policy == "start" else config.past_policy.every
-                past = PastPolicy(past_client, run.weights, every, config.max_async_level)
-            # First, because it is quick: a missing teacher is reported before the long wait for the servers.
-            reference = PolicyReference(client)
-            setup = set_up_algorithms(config, reference, renderer, tokenizer, journal, stack, status.notify, past)
-            algorithms = await wait_for(setup, "an answer", "the models that the algorithms refer to", status)
-            opening = open_sources(config, stack)
-            sources = await wait_for(opening, "an answer", "the models that episodes are sampled from", status)
-            # At a restart some servers may be down for long, and the others are idle.
-            settle_s = RESTART_SETTLE_S if journal.epoch > 1 else math.inf
-            ready = client.wait_ready(config.client.start_timeout, servers, settle_s)
-            name = "the inference server" if servers == 1 else f"{servers} inference servers"
-            engines = await wait_for(ready, "an answer", name, status)
-            reference.check_engines(engines)
-            if past is not None:
-                ready = past_client.wait_ready(config.client.start_timeout)
-                past.check_engines(await wait_for(ready, "an answer", "the server of the past policy", status))
-            watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
-            await watcher.synchronize()
-            policy = Policy(client, engines, watcher, tokenizer, renderer, shares_device, past)
-            orchestrator = wire(config, run, status, journal, environments, policy, algorithms, sources)
+            orchestrator = await _start(config, run, status, servers, shares_device, stack)
         except asyncio.CancelledError:
             log.info("stopped before the run began")
             return False
@@ -132,6 +78,66 @@ async def _run(
         async with watch_loop(status):
             with frozen_gc():
                 return await orchestrator.run()
+
+
+async def _start(
+    config: OrchestratorConfig, run: RunDir, status: Status, servers: int, shares_device: bool, stack: AsyncExitStack
+) -> Orchestrator:
+    """Load and connect everything that a run needs; the stack closes it."""
+    assert config.model.name is not None
+    directory = model_directory(config.model.name)
+    tokenizer = Tokenizer(directory)
+    renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump(exclude={"pool_size"}))
+    epoch = stack.enter_context(hold_epoch(run.root, "orchestrator"))
+    run.batches.adopt(epoch.number)
+    journal = stack.enter_context(closing(take_over(run.root, epoch.number)))
+    journal.start(settings_digest(config))
+    environments = await _load_environments(config, status, stack)
+    for line in startup_lines(config, {slot: len(tasks) for slot, (_, _, tasks) in environments.items()}):
+        status.notify(line, logging.INFO)
+    notify_changed_tasks(environments, journal, status)
+    if config.train.env:
+        _reconcile(run, journal, status)
+        if config.max_async_level == 0:
+            journal.rewind(journal.last_step(), keep_clock=True)  # an interrupted step is repeated from its beginning
+        Commits(run, journal, config.keep_rollouts).delete_uncommitted()
+    timeout, retry_for = config.client.resolve_timeouts(alternating=shares_device)
+    connect = partial(
+        EngineClient,
+        config.client.base_url or run.endpoints,
+        timeout=timeout,
+        retry_for=retry_for,
+        api_key=_key(config.client.api_key_var),
+        admin_key=_key(config.client.admin_key_var),
+        keys_file=config.client.keys_file,
+    )
+    client = connect()
+    stack.push_async_callback(client.close)
+    past = None
+    if config.past_policy is not None:
+        past_client = connect(past=True)
+        stack.push_async_callback(past_client.close)
+        every = None if config.past_policy == "start" else config.past_policy.every
+        past = PastPolicy(past_client, run.weights, every, config.max_async_level)
+    # First, because it is quick: a missing teacher is reported before the long wait for the servers.
+    reference = PolicyReference(client)
+    setup = set_up_algorithms(config, reference, renderer, tokenizer, journal, stack, status.notify, past)
+    algorithms = await wait_for(setup, "an answer", "the models that the algorithms refer to", status)
+    opening = open_sources(config, stack)
+    sources = await wait_for(opening, "an answer", "the models that episodes are sampled from", status)
+    # At a restart some servers may be down for long, and the others are idle.
+    settle_s = RESTART_SETTLE_S if journal.epoch > 1 else math.inf
+    ready = client.wait_ready(config.client.start_timeout, servers, settle_s)
+    name = "the inference server" if servers == 1 else f"{servers} inference servers"
+    engines = await wait_for(ready, "an answer", name, status)
+    reference.check_engines(engines)
+    if past is not None:
+        ready = past_client.wait_ready(config.client.start_timeout)
+        past.check_engines(await wait_for(ready, "an answer", "the server of the past policy", status))
+    watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
+    await watcher.synchronize()
+    policy = Policy(client, engines, watcher, tokenizer, renderer, shares_device, past)
+    return wire(config, run, status, journal, environments, policy, algorithms, sources)
 
 
 def _key(variable: str) -> str | None:

@@ -311,6 +311,7 @@ class Pipeline:
     # -- results --------------------------------------------------------------------------------------------------
 
     def _on_complete(self, complete: CompleteGroup) -> None:
+        """Have a complete group processed; record it if it was cancelled."""
         if complete.cancelled:
             self._record_group(ScoredGroup.of(complete.kind, complete.group, complete.rollouts, complete.cancelled))
             return
@@ -320,6 +321,7 @@ class Pipeline:
         self._actions.append(signals.ProcessGroup(complete.kind, complete.group, complete.rollouts))
 
     def _on_group(self, scored: ScoredGroup) -> None:
+        """Add a processed group to its evaluation, or to the training buffer unless it is too old or too late."""
         self._groups_in_processing -= 1
         if scored.kind is Kind.EVAL:
             batch = self.evals.add(scored)
@@ -380,6 +382,7 @@ class Pipeline:
             self._actions.append(signals.ProcessBatch(self._current))
 
     def _on_batch(self, batch: TrainBatch) -> None:
+        """Let a processed batch ship; forget one in which no rollout was kept."""
         if batch.kept:
             self._processed = True
         else:

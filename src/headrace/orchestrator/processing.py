@@ -75,6 +75,7 @@ class GroupScorer:
         self._logged: set[tuple[str, str]] = set()
 
     async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
+        """Set the rewards of a group, or the errors of its rollouts; no effect unless its environment scores groups."""
         environment = self._environments[group.task.env]
         if not environment.scores_groups:
             return
@@ -181,6 +182,7 @@ class TrainProcessing:
             done.set()
 
     async def _process_survivors(self, scored: ScoredGroup) -> ScoredGroup:
+        """Credit the trainable rollouts that did not fail, then apply gate and filters."""
         task, gate = scored.group.task, self._gates.get(scored.group.task.env)
         scored.untrainable = [rollout for rollout in scored.rollouts if not rollout.trainable]
         scored.rollouts = [rollout for rollout in scored.rollouts if rollout.trainable]
@@ -203,6 +205,7 @@ class TrainProcessing:
         return scored
 
     async def _credit(self, task: Task, rollouts: list[Rollout], scored: ScoredGroup) -> None:
+        """Have the algorithm credit the rollouts; record their rewards and the algorithm's state in `scored`."""
         algorithm = self._algorithms[task.env]
         views = [RolloutView(rollout, task) for rollout in rollouts]
         scored.credited = [(view.agent, algorithm.charged(view).reward) for view in views]

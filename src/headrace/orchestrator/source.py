@@ -161,6 +161,7 @@ class TrainSource:
         return draw, task
 
     def _learn_from(self, lesson: Lesson) -> None:
+        """Pass the outcome of a draw to the sampler and the circuit breaker of its environment."""
         env, breaker = lesson.env, self._breakers[lesson.env]
         if lesson.rewards:
             self._samplers[env].observe(lesson.task_key, lesson.rewards)

@@ -71,6 +71,7 @@ def special_attention(model: Any) -> str | None:
 
 
 def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why a kernel does not run here; None if it does."""
     if device.type != "cuda":
         return f"this trainer runs on {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):

@@ -90,7 +90,10 @@ def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = MIN_O
 def _offloaded(
     layer: torch.nn.Module, newest: list[Callable[[], _Stage | None]], first: bool, smallest: int
 ) -> Callable[..., Any]:
-    """`newest` has the newest stage of a pass over the layers; autograd's saved tensors alone keep stages alive."""
+    """Return the layer's `forward` with offload. `newest` has the newest stage of a pass over the layers.
+
+    Only autograd's saved tensors keep stages alive.
+    """
     forward = layer.forward
 
     @wraps(forward)
@@ -144,8 +147,10 @@ class _Stage:
         self._copies: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
         self._loaded: torch.cuda.Event | None = None
-        if before is not None and before._before is not None:
-            before._before._free()
+        old = None if before is None else before._before
+        if old is not None and old._copied is not None:
+            torch.cuda.current_stream(device).wait_event(old._copied)
+            old._tensors = None
 
     def put(self, tensor: Tensor) -> _Saved:
         """Start to copy a tensor to the host; a tensor that several operators save is copied once."""
@@ -177,11 +182,6 @@ class _Stage:
             torch.cuda.current_stream(self._device).wait_event(self._loaded)
         assert self._tensors is not None
         return self._tensors[number]
-
-    def _free(self) -> None:
-        if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
-            self._tensors = None
 
     def _load(self) -> None:
         if self._tensors is not None:

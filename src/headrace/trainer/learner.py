@@ -81,7 +81,7 @@ class Learner:
         share_drafts(self.ranks.gather)
         start = starting_point(checkpoints, resume)
         if start is not None:
-            self._check(partial(checkpoint.read_state, start), start)
+            self._read_undamaged(partial(checkpoint.read_state, start), start)
         self.ranks.wait_for_all()  # before one of them changes the directory that the others read
         kept = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
         self.checkpoints = Checkpoints(checkpoints, self.ranks, **kept)
@@ -123,7 +123,7 @@ class Learner:
         rows = None if packed else 1
         self.step = TrainStep(self.model, self.optimizer, losses, rows, self.reference, together=together)
 
-    def _check(self, read: Callable[[], T], start: Path) -> T:
+    def _read_undamaged(self, read: Callable[[], T], start: Path) -> T:
         """Read a part of a checkpoint; if it is damaged for one rank, all raise what `checkpoint.set_aside` gives."""
         try:
             return self.ranks.agree_on_damage(read)
@@ -133,11 +133,11 @@ class Learner:
     def _load(self, start: Path) -> TrainState:
         """Load a checkpoint, written by any number of ranks."""
         files = start / checkpoint.MODEL
-        saved = _shape(read_config(files / CONFIG) if is_adapter(files) else None)
-        if saved != (own := _shape(self.model.adapter)):
+        saved = _describe_adapter(read_config(files / CONFIG) if is_adapter(files) else None)
+        if saved != (own := _describe_adapter(self.model.adapter)):
             fix = "Resume with the settings that it was saved with."
             raise ResumeError(f"{start} was saved with {saved}, but this run has {own}", key="lora", fix=fix)
-        names = self._check(partial(checkpoint.saved_names, start), start)
+        names = self._read_undamaged(partial(checkpoint.saved_names, start), start)
         model = prefixed(MODEL, self.model.learned())
         state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
         reference = {name: tensor for name, tensor in self._saved_reference().items() if name in names}
@@ -145,7 +145,7 @@ class Learner:
             fact = f"the checkpoint has {unused[0]}, which this run does not use: it is of another model or optim.type"
             fix = "Resume with the model and the optim.type that it was saved with."
             raise ResumeError(fact, key="--resume", value=start, fix=fix)
-        self._check(partial(checkpoint.load_tensors, start, {**model, **state, **reference}), start)
+        self._read_undamaged(partial(checkpoint.load_tensors, start, {**model, **state, **reference}), start)
         self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in state.items()})
         if self.reference is not None and self.reference.every is not None and not reference:
             log.warning("%s has no reference policy: until the next multiple of `every` it is the checkpoint", start)
@@ -289,7 +289,7 @@ def gate_factors(parameters: Iterable[str], latents: LatentsConfig, lr: float) -
     }
 
 
-def _shape(adapter: AdapterConfig | None) -> str:
+def _describe_adapter(adapter: AdapterConfig | None) -> str:
     if adapter is None:
         return "no adapter"
     targets = [adapter.target_modules] if isinstance(adapter.target_modules, str) else adapter.target_modules

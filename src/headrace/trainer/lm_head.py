@@ -262,7 +262,7 @@ def _score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor
 def _gradient(
     logits: Tensor, labels: Tensor, temperatures: Tensor, logprobs: Tensor, normalizers: Tensor, grad: Tensor
 ) -> Tensor:
-    """d logprob / d logit = (label - softmax) / temperature, where label is 1 at the label and 0 elsewhere."""
+    """Return grad * (label - softmax) / temperature, where label is 1 at the label and 0 elsewhere."""
     scale = (grad / temperatures)[:, None]
     scaled = logits / temperatures[:, None]
     gradient = scaled.sub_(normalizers[:, None]).exp_().mul_(-scale).to(logits.dtype)

@@ -227,6 +227,7 @@ def _varlen_sequences(spans: list[_Span], device: torch.device) -> VarlenSequenc
 
 
 def _padded_blocks(spans: list[_Span], size: int, device: torch.device) -> PaddedBlocks:
+    """Return blocks of spans of similar length; of a span that shares more than half, its unshared end."""
     whole = [span for span in spans if 2 * span.own > span.length]
     tails = [span for span in spans if 2 * span.own <= span.length]
     similar_tails = [b for a in _similar(tails, lambda span: span.length) for b in _similar(a, lambda span: span.own)]

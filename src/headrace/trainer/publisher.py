@@ -100,6 +100,7 @@ class Publisher:
             self._sender.close()
 
     def _offer(self, version: Version) -> None:
+        """Publish the current weights as `version` over the link; every rank takes part in gathering them."""
         model = self._model
         layers = whole_layers(model.module, model.tensors(), model.dtype, keeper=0 if self._first else None)
         tensors = (pair for layer in layers for pair in layer.items())  # gathered one layer at a time

@@ -68,6 +68,7 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def most(self, value: int) -> int:
+        """Return the largest value over all ranks."""
         return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def any(self, condition: bool) -> bool:

@@ -28,7 +28,7 @@ from headrace.trainer.ranks import Ranks
 from headrace.trainer.tokens import COMPONENTS, StepTokens, TokenTrace
 from headrace.transport.digests import PARQUET_KEY, seal_parquet
 from headrace.transport.files import discard
-from headrace.transport.token_exports import HEADER_KEY, ExportHeader, TokenExports, read_header
+from headrace.transport.run_dir import HEADER_KEY, ExportHeader, TokenExports, read_header
 
 _NUMBER, _FLAG, _INTEGER, _NAME = pa.float32(), pa.bool_(), pa.int32(), pa.string()
 

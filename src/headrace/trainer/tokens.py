@@ -136,6 +136,7 @@ class StepTokens:
         )
 
     def _members(self) -> dict[str, np.ndarray]:
+        """Return by component a mask of the tokens that it trains."""
         none = np.zeros(len(self), np.bool_)
         weighted = {c: self.streams[f"{c}_weights"] != 0 for c in COMPONENTS if f"{c}_weights" in self.streams}
         first = none.copy()

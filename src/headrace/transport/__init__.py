@@ -15,7 +15,7 @@
     driver.json                   address and key of the run's driver, while it runs      launch/driver.py
     .canary-NONCE/                proof that the hosts share the directory, likewise      transport/shared_directory.py
     rollouts/step-N.parquet       rollouts of a step, also eval-step-N.parquet            transport/rollout_files.py
-    tokens/step-N/                token tables of selected steps                          transport/token_exports.py
+    tokens/step-N/                token tables of selected steps                          transport/run_dir.py
     checkpoints/step-N/           trainer checkpoints                                     trainer/checkpoint.py
     reference/                    logprobs of a DPO run's data under its start model      trainer/dpo.py
     model/                        the final model                                         trainer/model.py

@@ -123,6 +123,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def read_config(path: Path) -> AdapterConfig:
+    """Read the config of an adapter; raise `AdapterError` for keys that change more than plain LoRA does."""
     try:
         settings = msgspec.json.decode(require_regular(path).read_bytes(), type=dict[str, Any])
         config = msgspec.convert(settings, AdapterConfig)

@@ -128,6 +128,7 @@ def draft_of(final: Path) -> Path:
 
 
 def _fenced_draft(final: Path, end: str = "tmp") -> Path | None:
+    """Return the place of a draft of `final` in the folder of this process's epoch; None if it has none."""
     absolute = final.absolute()
     for root, drafts in _drafts.items():
         if absolute.is_relative_to(root):

@@ -294,7 +294,7 @@ def _powers(count: int) -> np.ndarray:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """BEGIN ... COMMIT, or ROLLBACK when the block raises."""
+    """Run the block as a transaction, which is rolled back if the block raises."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -199,6 +199,7 @@ def _other_version(path: Path) -> BadInput:
 
 @contextmanager
 def _reporting_unreadable(path: Path) -> Iterator[None]:
+    """Raise `BadInput` for a file that does not exist or cannot be read."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Paths of a run directory."""
+"""Paths of a run directory, and its rollout files and token tables by step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.transport.files import DIGITS, MARKER, STEP
 from headrace.transport.journal_files import newest_journal
-from headrace.transport.token_exports import TokenExports
 from headrace.transport.weights import WeightStore
 
 if TYPE_CHECKING:
     from headrace.transport.batches import BatchStore, ProbeStore
+
+
+HEADER_KEY = "headrace"
+"""The key of the header in the metadata of a token table."""
 
 
 class RunDir:
@@ -92,3 +98,39 @@ class RolloutKind(StrEnum):
     def old_files(self, directory: Path, keep_last: int) -> list[Path]:
         """Return all but the files of the newest `keep_last` steps."""
         return list(self.files(directory).values())[:-keep_last]
+
+
+class TokenExports:
+    """The `tokens/` directory of a run: token tables of selected steps, one directory of Parquet files per step.
+
+    `trainer/token_table.py` writes them; the files contain descriptions of their columns.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps on disk, in order."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.directory.glob(STEP))
+
+
+class ExportHeader(msgspec.Struct):
+    """The header of a token table: values of the whole step."""
+
+    step: int
+    incarnation: int
+    """Of the batch."""
+    counts: dict[str, int]
+    """Member tokens of each loss component, by which its loss is divided."""
+    gradient_sum: float | None
+    """The sum of |dL/dt| over all tokens; null if it is not finite."""
+    sequences: int | None = None
+    """Number of sequences of the step if only those with the largest gradients were exported; null if all were."""
+    schema: int = SCHEMA
+
+
+def read_header(metadata: dict[bytes, bytes], source: str) -> ExportHeader:
+    return decode_versioned(metadata[HEADER_KEY.encode()], ExportHeader, source)

@@ -26,8 +26,7 @@ from headrace.tools.replay.source import Manifest, ReplaySource, open_run, unpac
 from headrace.transport.digests import check_directory
 from headrace.transport.files import write_atomically
 from headrace.transport.platform import Platform, read_platform
-from headrace.transport.run_dir import RunDir
-from headrace.transport.token_exports import ExportHeader
+from headrace.transport.run_dir import ExportHeader, RunDir
 
 if TYPE_CHECKING:
     from headrace.trainer.replay import Replay, TracedStep

@@ -26,8 +26,7 @@ from headrace.tools.view.runs import NotFound, ViewedRun, cached, identity, main
 from headrace.tools.view.token_text import find_tokenizer, texts_of
 from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.rollout_tables import SavedRollout
-from headrace.transport.run_dir import RolloutKind
-from headrace.transport.token_exports import read_header
+from headrace.transport.run_dir import RolloutKind, read_header
 
 LISTED = {
     "agent": "agent", "episode": "episode", "trainable": "trainable", "reward": "reward", "advantage_mean": "advantage",
