@@ -12,11 +12,10 @@ of them can be replayed and checked. Tables, checksums and the migration of olde
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,25 +38,19 @@ from headrace.transport.journal_entries import (
     Outcome,
     Totals,
 )
-from headrace.transport.journal_files import copy_journal, delete_journal, is_shared_between_hosts, journals
+from headrace.transport.journal_files import copy_journal, delete_journal, journals
 from headrace.transport.journal_schema import (
     JOURNAL_SCHEMA,
     RESTORE,
     check_log,
     check_version,
+    connect_reader,
+    connect_writer,
     find_damage,
-    is_at_rest,
     prepare,
+    reporting_damage,
     transaction,
 )
-
-log = logging.getLogger(__name__)
-
-_NO_DAMAGE = {
-    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
-}  # fmt: skip
-"""Errors of SQLite whose cause is not the content of the file."""
 
 
 class Journal:
@@ -69,7 +62,7 @@ class Journal:
         """Of a journal that another host may write."""
         self.epoch = 0
         """Number of the orchestrator process that writes, or that has last written."""
-        with _reporting_damage(path):
+        with reporting_damage(path):
             check_log(path)
             if read_only:
                 self._open_for_reading()
@@ -77,15 +70,8 @@ class Journal:
                 self._open_for_writing()
 
     def _open_for_reading(self) -> None:
-        path, options = self.path, "mode=ro"
-        if is_shared_between_hosts(path.parent):
-            self._copy = TemporaryDirectory(prefix="headrace-journal-")
-            path = Path(self._copy.name) / path.name
-            copy_journal(self.path, path)
-            options = "mode=rw"  # SQLite recovers the copy from its log
-        if is_at_rest(path):
-            options = "mode=ro&immutable=1"
-        self._file = self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
+        self._file, self._copy = connect_reader(self.path)
+        self._db = self._file
         version = check_version(self._file, self.path)
         if version == 0:
             fact = f"the journal is damaged: it has no tables. They may have been in {self.path.name}-wal"
@@ -98,21 +84,11 @@ class Journal:
             prepare(self._db, self.path, lambda: self.epoch)
 
     def _open_for_writing(self) -> None:
-        path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shared = is_shared_between_hosts(path.parent)
-        address = f"{path.absolute().as_uri()}?vfs=unix-none" if shared else path
-        # The orchestrator calls from worker threads, one at a time.
-        self._file = self._db = sqlite3.connect(address, uri=shared, check_same_thread=False, isolation_level=None)
-        if shared:
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # the index of the log is in memory, not in a file
-        mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        log.info("journal: %s, SQLite journal mode %s%s", path, mode, ", between hosts" if shared else "")
-        self._db.execute("PRAGMA synchronous=FULL")
-        if check_version(self._db, path):
+        self._file = self._db = connect_writer(self.path)
+        if check_version(self._db, self.path):
             self.refuse_damage()
             self.epoch = self._last_start()
-        prepare(self._db, path, lambda: self.epoch)
+        prepare(self._db, self.path, lambda: self.epoch)
         self.has_checksums = True
 
     def close(self) -> None:
@@ -123,7 +99,7 @@ class Journal:
 
     def find_damage(self) -> list[str]:
         """Return a sentence for each damage of the database file, found by SQLite or by the checksums of its rows."""
-        with _reporting_damage(self.path):
+        with reporting_damage(self.path):
             return list(find_damage(self._file))
 
     def refuse_damage(self) -> None:
@@ -254,11 +230,11 @@ class Journal:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def rows(self, query: str, arguments: Sequence[object] = ()) -> list[Any]:
-        with _reporting_damage(self.path):
+        with reporting_damage(self.path):
             return self._db.execute(query, arguments).fetchall()
 
     def _number(self, query: str) -> int:
-        with _reporting_damage(self.path):
+        with reporting_damage(self.path):
             return int(self.rows(query)[0][0])
 
     def _last_start(self) -> int:
@@ -288,7 +264,7 @@ class Journal:
     def totals_at(self) -> dict[int, Totals]:
         """Return the totals that were committed with each step."""
         rows = self.rows("SELECT step, totals FROM steps ORDER BY step")
-        with _reporting_damage(self.path):
+        with reporting_damage(self.path):
             return {step: msgspec.json.decode(totals, type=Totals) for step, totals in rows}
 
     def clock(self) -> Clock:
@@ -360,7 +336,7 @@ class Journal:
                 yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
 
     def _decode_rewards(self, rewards: str) -> list[tuple[str, float]]:
-        with _reporting_damage(self.path):
+        with reporting_damage(self.path):
             return _REWARDS.decode(rewards)
 
     def next_credit(self) -> int:
@@ -442,16 +418,3 @@ def take_over(root: Path, epoch: int) -> Journal:
     move(draft, target)
     sync(root)
     return Journal(target)
-
-
-@contextmanager
-def _reporting_damage(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and of decoding that mean a damaged journal into `BadInput`."""
-    try:
-        yield
-    except sqlite3.ProgrammingError:
-        raise
-    except (sqlite3.DatabaseError, msgspec.DecodeError, ValueError, TypeError) as error:  # such as text in a number
-        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _NO_DAMAGE:
-            raise
-        raise BadInput(f"the journal is damaged: {error}", file=path, fix=RESTORE) from error

@@ -1,4 +1,4 @@
-"""The journal's tables, the stamp of every row, the checks that find damage, and the migration of older journals.
+"""Connections to the journal, its tables, the stamp of every row, checks for damage, and migration of older journals.
 
 Every row has the epoch of its writer (the number of the orchestrator process, from `starts`) and a CRC-32 of its other
 columns, which finds every single flipped bit. Temporary triggers of the writer's connection set both, so no statement
@@ -11,6 +11,7 @@ the log is read here before SQLite opens it.
 
 from __future__ import annotations
 
+import logging
 import re
 import sqlite3
 import struct
@@ -20,19 +21,27 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
 
 from headrace.errors import BadInput
 from headrace.rollout.schema import check_schema
-from headrace.transport.journal_files import has_log, log_of
+from headrace.transport.journal_files import copy_journal, has_log, is_shared_between_hosts, log_of
+
+log = logging.getLogger(__name__)
 
 JOURNAL_SCHEMA = 5
 OLDEST_SCHEMA = 4
 """The oldest schema that is migrated."""
 MAX_REPORTED = 20
 """Damaged places of one table that are named."""
+NO_DAMAGE = {
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
+}  # fmt: skip
+"""Errors of SQLite whose cause is not the content of the file."""
 RESTORE = "Restore a copy of it. Without one, `headrace export` still exports the newest checkpoint."
 
 _STAMP = ("epoch", "checksum")
@@ -95,6 +104,43 @@ CREATE VIEW draw_states AS  -- a shipped draw is trained once a complete checkpo
         WHEN state = 'shipped' AND step <= (SELECT COALESCE(MAX(step), 0) FROM covered) THEN 'trained' ELSE state
     END AS state FROM draws;
 """
+
+
+def connect_reader(path: Path) -> tuple[sqlite3.Connection, TemporaryDirectory[str] | None]:
+    """Open a journal for reading; if another host may write it, a copy of it in the returned directory."""
+    source, copy, options = path, None, "mode=ro"
+    if is_shared_between_hosts(path.parent):
+        copy = TemporaryDirectory(prefix="headrace-journal-")
+        source = Path(copy.name) / path.name
+        copy_journal(path, source)
+        options = "mode=rw"  # SQLite recovers the copy from its log
+    if is_at_rest(source):
+        options = "mode=ro&immutable=1"
+    return sqlite3.connect(f"{source.absolute().as_uri()}?{options}", uri=True), copy
+
+
+def connect_writer(path: Path) -> sqlite3.Connection:
+    """Open or create a journal for writing from several threads, one at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shared = is_shared_between_hosts(path.parent)
+    address = f"{path.absolute().as_uri()}?vfs=unix-none" if shared else path
+    db = sqlite3.connect(address, uri=shared, check_same_thread=False, isolation_level=None)
+    if shared:
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # the index of the log is in memory, not in a file
+    mode = db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+    log.info("journal: %s, SQLite journal mode %s%s", path, mode, ", between hosts" if shared else "")
+    db.execute("PRAGMA synchronous=FULL")
+    return db
+
+
+def is_at_rest(path: Path) -> bool:
+    """Return whether no process writes the journal: its last writer has removed the write-ahead log.
+
+    SQLite can then read it without files beside it, which it would create and leave behind.
+    """
+    with open(path, "rb") as file:
+        uses_log = file.read(20)[18:] == b"\x02\x02"
+    return uses_log and not has_log(path)
 
 
 def prepare(db: sqlite3.Connection, path: Path, epoch: Callable[[], int]) -> None:
@@ -173,6 +219,19 @@ def _migrate(db: sqlite3.Connection, epoch: Callable[[], int]) -> None:
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def reporting_damage(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of decoding that mean a damaged journal into `BadInput`."""
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise
+    except (sqlite3.DatabaseError, msgspec.DecodeError, ValueError, TypeError) as error:  # such as text in a number
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in NO_DAMAGE:
+            raise
+        raise BadInput(f"the journal is damaged: {error}", file=path, fix=RESTORE) from error
+
+
 def find_damage(db: sqlite3.Connection) -> Iterator[str]:
     """Yield a sentence for each damage of the database; a row is checked only if its schema has checksums."""
     for (line,) in db.execute(f"PRAGMA integrity_check({MAX_REPORTED})"):
@@ -233,16 +292,6 @@ def check_log(path: Path) -> None:
                 "over, or export the newest checkpoint with `headrace export`.",
             )
         content = again
-
-
-def is_at_rest(path: Path) -> bool:
-    """Return whether no process writes the journal: its last writer has removed the write-ahead log.
-
-    SQLite can then read it without files beside it, which it would create and leave behind.
-    """
-    with open(path, "rb") as file:
-        uses_log = file.read(20)[18:] == b"\x02\x02"
-    return uses_log and not has_log(path)
 
 
 def _ignored_part(log: bytes) -> int | None:
