@@ -94,16 +94,15 @@ def make_memory_plan(
     state: int,
     chunk: int,
     longest: int,
-    most: int = MAX_ROW_TOKENS,
     mode: Mode | Literal["auto"] = "auto",
     head_learns: bool = True,
 ) -> MemoryPlan:
     """Return the fastest plan within `limit` bytes; if none fits, the smallest one, for rows of `longest` tokens.
 
     `state`: bytes of parameters, gradients and optimizer state. `chunk`: tokens per chunk of the lm-head, which needs
-    its logits again only if `head_learns`. Rows have `most` tokens if possible, and at least one sequence of `longest`.
+    its logits again only if `head_learns`. Rows have `MAX_ROW_TOKENS` if possible, at least `longest`.
     """
-    tokens = max(longest, most)
+    tokens = max(longest, MAX_ROW_TOKENS)
     while True:
         # Temporary memory peaks at the end of the forward pass (lm-head) or while a layer is recomputed.
         head = sizes.compute_bytes * sizes.vocab_size * (sizes.hidden_size + min(chunk, tokens))
