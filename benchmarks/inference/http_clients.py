@@ -107,9 +107,9 @@ def run_server(model: Path, engine: str, pipe: Connection) -> None:
 
 async def serve(model: Path, engine: str, pipe: Connection) -> None:
     from headrace.inference.embedded.backend import start_embedded
+    from headrace.inference.keys import Keys
     from headrace.inference.server.app import App
     from headrace.inference.server.http_server import HttpServer, bind, url_of
-    from headrace.inference.server.keys import Keys
     from headrace.inference.server.main import make_chat
 
     config = InferenceConfig(model={"name": str(model)}, max_model_len=1024, max_running=256)

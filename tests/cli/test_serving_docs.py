@@ -20,11 +20,11 @@ from headrace.inference.backend import (
     InvalidRequest,
     ModelNotFound,
 )
+from headrace.inference.keys import Forbidden, Unauthorized
 from headrace.inference.server.app import App
-from headrace.inference.server.keys import Forbidden, Unauthorized
-from headrace.inference.server.reading import TooLarge, TooSlow
 from headrace.inference.server.replies import error_reply
-from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.inference.server.request_bodies import TooLarge, TooSlow
+from headrace.inference.weights.reading import WeightsUnreachable
 from headrace.tools.chat import HELP, SETTINGS
 from tests.cli.chat_stand_in import chat_stand_in
 

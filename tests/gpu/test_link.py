@@ -16,9 +16,9 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.buffers import as_bytes, digest
-from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.inference.weights.link import Received, WeightsReceiver
 from headrace.inference.weights.published import BaseWeights
+from headrace.inference.weights.reading import WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices
 from headrace.transport.weights import WeightStore

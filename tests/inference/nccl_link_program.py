@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.inference.weights.link import WeightsReceiver
+from headrace.inference.weights.reading import WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore
 from tests.inference.weights_sender import SenderProcess

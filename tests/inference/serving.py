@@ -17,10 +17,10 @@ from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.grammar import Grammars
 from headrace.inference.embedded.service import EngineService
+from headrace.inference.keys import Keys
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.http_server import HttpServer, bind, url_of
-from headrace.inference.server.keys import Keys
 from headrace.inference.weights.reading import READ_TIMEOUT_S
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from headrace.inference.embedded import batch as batch_module
-from headrace.inference.embedded.batch import AttentionGroup, Batch, group_by_shape, make_batch, padded_width
+from headrace.inference.embedded.batch import AttentionGroup, Batch, KVWindow, group_by_shape, make_batch, padded_width
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, PADDING_BLOCK, blocks_for
-from headrace.inference.embedded.kv_window import KVWindow
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.scheduler import Chunk
 from headrace.inference.schema import SamplingParams

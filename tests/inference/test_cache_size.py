@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from headrace.errors import BadInput
-from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded import loading
 from headrace.inference.embedded.loading import cache_memory
-from headrace.inference.kv_budget import cache_budget
+from headrace.inference.memory import ColocatedTrainer, cache_budget
 
 GIB = 1 << 30
 LOCK_DIRECTORY = Path("turns")

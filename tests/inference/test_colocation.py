@@ -9,8 +9,8 @@ import pytest
 
 from headrace.cli.processes import colocated_engines
 from headrace.config.sft import SftConfig
-from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer
 from headrace.inference.embedded.loading import cache_budget
+from headrace.inference.memory import ColocatedEngines, ColocatedTrainer
 from headrace.inference.model_shape import read_shape
 from headrace.runfile.run import RunConfig
 

@@ -13,7 +13,8 @@ import torch
 from headrace.inference.backend import GenerationResult, TokenChunk
 from headrace.inference.client.openai_client import OpenAIClient
 from headrace.inference.client.reference import ScoreRoute, prompt_scores
-from headrace.inference.server.completions import CompletionRequest, Completions
+from headrace.inference.server import completions
+from headrace.inference.server.completions import CompletionRequest
 from headrace.inference.server.request_bodies import StreamOptions
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.plain_forward import plain_logprobs
@@ -151,7 +152,7 @@ async def test_what_the_cache_had_of_each_prompt_is_counted_once_whichever_choic
             yield index, GenerationResult([70], [0.0], [], "length", None, cached_tokens=10**index)
 
     body = CompletionRequest(prompt=["a", "b"], n=2, stream=True, stream_options=StreamOptions(include_usage=True))
-    stream = Completions("tiny", chat.tokenizer, chat.token_text).stream(body, [[5], [6]], news(), 4)
+    stream = completions.stream(chat, body, [[5], [6]], news(), 4)
     *_, last, _ = [event async for event in stream]
     usage = json.loads(last.removeprefix(b"data: "))["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 101}
@@ -168,7 +169,6 @@ async def test_text_is_cut_where_the_engine_ended_with_a_stop_string_and_nowhere
     model_directory: Path, sampled: str, reason: str, stop: str | None, text: str
 ) -> None:
     chat = chat_of(model_directory)
-    completions = Completions("tiny", chat.tokenizer, chat.token_text)
     ids = chat.tokenizer.encode(sampled)
     result = GenerationResult(ids, [0.0] * len(ids), [], reason, stop)
 
@@ -178,8 +178,8 @@ async def test_text_is_cut_where_the_engine_ended_with_a_stop_string_and_nowhere
         yield 0, result
 
     body = CompletionRequest(prompt="a", stop="END")
-    [choice] = completions.reply(body, [[5]], [result])["choices"]
+    [choice] = completions.reply(chat, body, [[5]], [result])["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, reason, stop)
-    events = [event async for event in completions.stream(body, [[5]], news(), 1)]
+    events = [event async for event in completions.stream(chat, body, [[5]], news(), 1)]
     chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events[:-1]]
     assert "".join(chunk["text"] for chunk in chunks) == text

@@ -7,7 +7,7 @@ import torch
 from benchmarks.inference.self_check import make_sharp_model
 from torch import Tensor
 
-from headrace.inference.embedded.cpu.experts import compute_lone_tokens_twice
+from headrace.inference.experts import compute_lone_tokens_twice
 
 
 def test_no_token_is_alone_at_an_expert_and_the_result_is_that_of_the_plain_experts() -> None:

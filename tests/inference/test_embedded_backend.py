@@ -24,7 +24,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.messages import FROM_ENGINE, TO_ENGINE, Cancel, Error, Failed, Frames, frame
 from headrace.inference.embedded.self_check import UnsupportedModel
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 from tests.inference.serving import connect
 

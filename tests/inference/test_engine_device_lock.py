@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from headrace.inference.backend import EngineError, RequestCancelled
-from headrace.inference.embedded import device_lock as device_lock_module
+from headrace.inference.embedded import thread as device_lock_module
 from headrace.inference.embedded.cuda.kv_storage import OutOfDeviceMemory
-from headrace.inference.embedded.device_lock import EngineDeviceLock
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.thread import EngineThread
+from headrace.inference.embedded.thread import EngineDeviceLock, EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 from headrace.transport.lock import DeviceLock

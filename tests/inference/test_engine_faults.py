@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.inference.backend import EngineError
-from headrace.inference.embedded import kv_window as window_module
+from headrace.inference.embedded import batch as window_module
 from headrace.inference.embedded import runner as runner_module
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine

@@ -10,8 +10,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.inference.backend import RequestCancelled
+from headrace.inference.embedded import batch as window_module
 from headrace.inference.embedded import engine as engine_module
-from headrace.inference.embedded import kv_window as window_module
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams

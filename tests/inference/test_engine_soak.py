@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from headrace.inference.client.http import HttpClient, HttpResponse, NotAStream
-from headrace.inference.embedded import kv_window as window_module
+from headrace.inference.embedded import batch as window_module
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.backend import EmbeddedBackend, EmbeddedGeneration
 from headrace.inference.embedded.engine import Engine

@@ -12,7 +12,7 @@ from headrace.inference.backend import EngineError, EngineStopped, InvalidReques
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_like_plain
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from headrace.inference.embedded.kv_window import MIN_ROW_TOKENS, ROW_INCREMENT, KVWindow
+from headrace.inference.embedded.batch import MIN_ROW_TOKENS, ROW_INCREMENT, KVWindow
 from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.inference.kv_budget import MAX_RUNNING, MIN_RUNNING, choose_max_running, decode_step_s
+from headrace.inference.memory import MAX_RUNNING, MIN_RUNNING, choose_max_running, decode_step_s
 from headrace.inference.model_shape import ModelShape
 from tests.inference.shapes import QWEN_05B, QWEN_4B, QWEN_14B, QWEN_32B
 

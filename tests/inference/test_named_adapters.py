@@ -12,7 +12,7 @@ from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batc
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import WeightsError
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices, merged, write_adapter
 from tests.inference.plain_forward import assert_like_plain, plain_logprobs, run_all
 

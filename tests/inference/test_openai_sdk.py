@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.loading import load_model
+from headrace.inference.keys import Keys
 from headrace.inference.schema import SamplingParams
-from headrace.inference.server.keys import Keys
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.serving import backend_of, chat_of, served
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.inference.client.errors import EngineBusy, EngineCallError, EngineTimeout, EngineUnavailable
+from headrace.inference.client.errors import EngineBusy, EngineCallError, EngineFailed, EngineTimeout, EngineUnavailable
 from headrace.inference.client.pool import MAX_OPEN_S, MIN_OPEN_S, CircuitBreaker, EnginePool, PooledEngine, RetryState
 from headrace.inference.schema import Health
 from headrace.transport.endpoint import Endpoint
@@ -135,7 +135,7 @@ def test_a_session_leaves_a_long_line_for_a_much_shorter_one(here: int, there: i
 
 def fail(pool: EnginePool, url: str, times: int = 1, now: float = 0.0) -> None:
     for _ in range(times):
-        pool.record_unreachable(pool.engines[url], f"{url} cannot be reached", now)
+        pool.record_error(pool.engines[url], EngineUnavailable(f"{url} cannot be reached"), now)
 
 
 def test_an_engine_that_keeps_failing_is_not_asked_until_a_trial_went_well():
@@ -196,17 +196,17 @@ def test_failures_that_an_engine_reports_itself_count_only_while_another_can_be_
     pool = make_pool("a", "b")
     for url in ("a", "b"):
         for _ in range(5):
-            pool.record_failure(pool.engines[url], "not finite", 0.0)
+            pool.record_error(pool.engines[url], EngineFailed("not finite"), 0.0)
     assert [engine.breaker.is_closed for engine in pool.engines.values()] == [False, True]
 
 
 def test_an_engine_that_asked_for_a_pause_gets_it_and_keeps_its_standing():
     pool = make_pool("a", "b")
     for _ in range(5):
-        pool.record_busy(pool.engines["a"], "the line is full", until=7.0)
+        pool.record_error(pool.engines["a"], EngineBusy("the queue is full", 7.0), 0.0)
     assert {ask(pool, now=6.9) for _ in range(3)} == {"b"}
     assert ask(pool, now=7.0) == "a"
-    pool.record_busy(pool.engines["b"], "the line is full", until=20.0)
+    pool.record_error(pool.engines["b"], EngineBusy("the queue is full", 20.0), 0.0)
     assert pool.choose(None, 6.0) is None
 
 
@@ -292,7 +292,7 @@ def test_an_engine_that_was_too_slow_is_not_asked_again():
 def test_the_last_error_names_every_engine_and_why_it_was_not_asked():
     pool, retries = make_pool("a", "b", "c"), RetryState(0.0)
     fail(pool, "a", times=3)
-    pool.record_busy(pool.engines["b"], "b has no room", until=9.0)
+    pool.record_error(pool.engines["b"], EngineBusy("b has no room", 9.0), 0.0)
     no_answer(retries, pool.engines["c"], EngineBusy("c has no room"))
     with pytest.raises(EngineBusy, match=r"^a .*; b has no room; c has no room"):
         retries.next_delay(pool.engines.values(), 0.0)

@@ -22,7 +22,7 @@ from headrace.inference.client.errors import (
 from headrace.inference.schema import SCHEMA_HEADER, SamplingParams
 from headrace.inference.server.http_server import bind, url_of
 from headrace.inference.server.replies import error_reply
-from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.inference.weights.reading import WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.endpoint import Endpoint, write_endpoint
 from tests.inference.engine_stand_in import EngineStandIn

@@ -11,8 +11,9 @@ from openai._models import construct_type
 from openai.types.responses import Response, ResponseStreamEvent
 
 from headrace.inference.backend import GenerationResult, InvalidRequest, TokenChunk
+from headrace.inference.server import responses
 from headrace.inference.server.chat import Chat
-from headrace.inference.server.responses import Responses, ResponsesRequest
+from headrace.inference.server.responses import ResponsesRequest
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.serving import backend_of, chat_of, served
@@ -45,7 +46,7 @@ async def events_of(chat: Chat, body: ResponsesRequest, text: str) -> list[Any]:
         yield 0, GenerationResult(ids, [0.0] * len(ids), [], "stop", None)
 
     events = []
-    async for content in Responses(chat).stream(body, chat_body, chat.prompt(chat_body), updates()):
+    async for content in responses.stream(chat, body, chat_body, chat.prompt(chat_body), updates()):
         name, data = content.decode().rstrip().split("\n")
         fields = msgspec.json.decode(data.removeprefix("data: "))
         assert name == f"event: {fields['type']}"
@@ -61,7 +62,7 @@ async def test_a_reply_and_its_stream_have_the_same_items(chat: Chat) -> None:
     prompt = chat.prompt(chat_body)
     assert "Be brief." in chat.tokenizer.decode(prompt) and '"name": "add"' in chat.tokenizer.decode(prompt)
     result = GenerationResult(ids, [0.0] * len(ids), [], "stop", None)
-    whole = Response.model_validate(Responses(chat).reply(body, chat_body, prompt, result))
+    whole = Response.model_validate(responses.reply(chat, body, chat_body, prompt, result))
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     assert (whole.output_text, whole.status) == ("I add.", "completed")
     assert [item.arguments for item in whole.output if item.type == "function_call"] == ['{"a":1}', "{}"]

@@ -15,10 +15,10 @@ import pytest_asyncio
 
 from headrace.config.inference import HttpConfig
 from headrace.inference.embedded.backend import EmbeddedBackend
+from headrace.inference.keys import Keys
 from headrace.inference.server.app import LONG_BODY_BYTES
-from headrace.inference.server.connection import MAX_HEAD_BYTES
-from headrace.inference.server.keys import Keys
-from headrace.inference.server.reading import MAX_LARGE_BODIES
+from headrace.inference.server.http_server import MAX_HEAD_BYTES
+from headrace.inference.server.request_bodies import MAX_LARGE_BODIES
 from tests.inference.serving import backend_of, chat_of, served
 
 GENERATE = "/inference/v1/generate"

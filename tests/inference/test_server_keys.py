@@ -12,7 +12,7 @@ import pytest_asyncio
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.inference.client.engine_client import EngineClient
-from headrace.inference.server.keys import Forbidden, Keys, KeySource, Unauthorized, is_loopback
+from headrace.inference.keys import Forbidden, Keys, KeySource, Unauthorized, is_loopback
 from headrace.inference.server.main import serve
 from headrace.transport.endpoint import read_endpoint
 from headrace.transport.run_dir import RunDir
@@ -70,8 +70,8 @@ async def test_health_is_everyones(http: aiohttp.ClientSession) -> None:
 def test_without_an_admin_key_all_admin_calls_are_forbidden() -> None:
     for shown in (None, "Bearer ", "Bearer None"):
         with pytest.raises(Forbidden, match="admin_key_var"):
-            Keys().check_admin(shown)
-    Keys().check_client(None)
+            Keys().check(shown, admin=True)
+    Keys().check(None, admin=False)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_without_an_admin_key_all_admin_calls_are_forbidden() -> None:
 )
 def test_a_key_is_shown_in_one_way(keys: Keys, shown: str | None) -> None:
     with pytest.raises(Unauthorized):
-        keys.check_client(shown)
-    keys.check_client("bearer  client-key ")
+        keys.check(shown, admin=False)
+    keys.check("bearer  client-key ", admin=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])

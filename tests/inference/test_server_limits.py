@@ -35,7 +35,7 @@ from headrace.inference.server.app import (
     TOKENIZE_LENGTHS,
 )
 from headrace.inference.server.chat import ChatRequest
-from headrace.inference.server.reading import LargeBodies, exceeds_json_limits, read_body
+from headrace.inference.server.request_bodies import LargeBodies, exceeds_json_limits, read_body
 from tests.inference.serving import ADMIN_KEY, backend_of, chat_of, connect, engine_of, served
 
 GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"

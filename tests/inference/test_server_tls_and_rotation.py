@@ -23,11 +23,11 @@ from headrace.inference.client.chat_stream import ChatClient
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.client.errors import EngineRejected
 from headrace.inference.client.openai_client import OpenAIUnreachable
+from headrace.inference.keys import Keys, KeySource
 from headrace.inference.schema import SamplingParams
 from headrace.inference.server import main
 from headrace.inference.server.app import App
 from headrace.inference.server.http_server import bind, check_tls, url_of
-from headrace.inference.server.keys import Keys, KeySource
 from tests.inference.serving import backend_of, chat_of, served
 from tests.refusals import refused
 

@@ -20,8 +20,8 @@ from headrace.inference.cuda_driver import DriverError, ExportedMemory
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.vllm.worker import Fetcher
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.link import CarrierUnavailable, WeightsReceiver, choose_carrier
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender

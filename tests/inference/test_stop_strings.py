@@ -8,7 +8,7 @@ import pytest
 
 from headrace.inference.backend import GenerationResult
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.stop_strings import StopStrings
+from headrace.inference.embedded.request import StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.plain_forward import assert_like_plain, run_all

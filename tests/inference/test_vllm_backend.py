@@ -23,7 +23,7 @@ from headrace.inference.backend import (
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.process import ChildDirectory, VllmFailed, VllmProcess
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices, write_adapter
 from headrace.transport.weights import WeightStore

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.inference.backend import EngineError, EngineStopped
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsUnreachable
+from headrace.inference.weights.reading import WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices, write_adapter
 from headrace.transport.weights import WeightStore

@@ -10,9 +10,7 @@ import pytest
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.errors import BadInput
 from headrace.inference.vllm import child
-from headrace.inference.vllm.adapters import rank_for
 from headrace.inference.vllm.start import (
     MIN_CACHE_BYTES,
     ModelFacts,
@@ -92,15 +90,16 @@ def test_what_a_models_files_say(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     facts = read_facts(tmp_path, 9, None)
     assert facts == ModelFacts(50, frozenset({1, 2, 3, 9}), 64, 4 * 2 * 2 * 2 * 8)
-    with refused(BadInput, file=tmp_path / "nowhere" / "config.json"):
-        read_facts(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
     with refused(file=tmp_path / "config.json"):
         read_facts(tmp_path)
 
 
-def test_a_rank_is_rounded_up_to_one_that_vllm_has() -> None:
-    assert [rank_for(rank) for rank in (1, 2, 8, 9, 300, 512, 513)] == [1, 8, 8, 16, 320, 512, None]
+@pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
+def test_a_rank_is_rounded_up_to_one_that_vllm_has(rank: int, allowed: int) -> None:
+    config = InferenceConfig(engine="vllm", vllm={"max_lora_rank": rank})
+    words = arguments(config, Path("model"), Path("socket"), 64, None, on_gpu=False)
+    assert words[words.index("--max-lora-rank") + 1] == str(allowed)
 
 
 def test_each_version_of_vllm_is_asked_for_what_it_does_not_give_by_itself(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.inference.vllm.worker import Fetcher
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore, read_marker
 

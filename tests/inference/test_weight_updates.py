@@ -13,8 +13,8 @@ from headrace.inference.backend import EngineError
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.published import model_files
+from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.weights import WeightStore
 from tests.inference.plain_forward import (

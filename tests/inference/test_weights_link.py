@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.server.replies import error_reply
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.link import WeightsReceiver
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import Snapshot, take_snapshot
 from headrace.trainer.weights_link import WeightsSender

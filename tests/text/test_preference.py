@@ -7,9 +7,9 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.rollout.types import Message
-from headrace.text.preference import parse_pair
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.training_examples import parse_pair
 from headrace.trainer.tiny import write_tiny_settings
 
 PLACE = ("pairs.jsonl", 1)

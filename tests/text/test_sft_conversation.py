@@ -7,8 +7,8 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.text.renderer import make_renderer
-from headrace.text.sft_conversation import SftConversation, parse_row, render_sample
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.training_examples import SftConversation, parse_row, render_sample
 from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]

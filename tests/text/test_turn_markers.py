@@ -26,8 +26,8 @@ from headrace.environments.registry import SHIPPED
 from headrace.rollout.types import ROLES, Turn
 from headrace.text.prompt import PromptRenderer
 from headrace.text.renderer import make_renderer
-from headrace.text.sft_conversation import parse_row, render_sample
 from headrace.text.tokenizer import BREAK, Tokenizer
+from headrace.text.training_examples import parse_row, render_sample
 from headrace.tools.probe.completions import COMPLETIONS
 from headrace.tools.probe.worker import EnvironmentRunner
 from headrace.trainer.tiny import write_tiny_settings

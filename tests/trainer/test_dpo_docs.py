@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config.dpo import DpoConfig
-from headrace.text.preference import parse_pair
+from headrace.text.training_examples import parse_pair
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to/dpo.md").read_text()
 

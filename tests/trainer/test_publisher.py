@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.inference.weights import file_layout
-from headrace.inference.weights.errors import WeightsUnreachable
 from headrace.inference.weights.link import WeightsReceiver
+from headrace.inference.weights.reading import WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.model import PackedModel

@@ -9,7 +9,7 @@ import pytest
 from headrace.environments.shipped.reverse_text import ReverseText
 from headrace.errors import DataError
 from headrace.rollout.types import Sample
-from headrace.text.sft_conversation import SftConversation
+from headrace.text.training_examples import SftConversation
 from headrace.trainer.sft_data import (
     Examples,
     TruncationMonitor,

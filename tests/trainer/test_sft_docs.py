@@ -12,7 +12,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
-from headrace.text.sft_conversation import parse_row
+from headrace.text.training_examples import parse_row
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to/sft.md").read_text()
 

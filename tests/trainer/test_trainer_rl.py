@@ -16,7 +16,7 @@ from headrace.cli.main import main
 from headrace.config.sft import SftConfig
 from headrace.config.trainer import TrainerConfig, WeightsConfig
 from headrace.errors import Failure, Repaired
-from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.memory import ColocatedEngines
 from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status

@@ -23,7 +23,7 @@ from headrace.launch.saved_config import save
 from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
-from headrace.text.sft_conversation import SftConversation
+from headrace.text.training_examples import SftConversation
 from headrace.trainer import checkpoint, sft
 from headrace.trainer.checkpoint import TrainState
 from headrace.trainer.sft_data import open_examples, open_rows

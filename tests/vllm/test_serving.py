@@ -13,8 +13,8 @@ import pytest
 
 from headrace.errors import AGAIN
 from headrace.inference.client.engine_client import EngineClient
+from headrace.inference.keys import Keys
 from headrace.inference.schema import PROCESSED, SamplingParams
-from headrace.inference.server.keys import Keys
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.observe.metrics import read_metrics
 from headrace.rollout.version import Version

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from headrace.inference.backend import GenerationResult
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm.backend import POLL_INTERVAL_S, VllmBackend
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterConfig, Matrices, write_adapter
 from headrace.transport.weights import WeightStore, read_marker

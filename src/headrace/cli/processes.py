@@ -22,7 +22,7 @@ from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import TrainingConfig
 from headrace.environments.isolation import SandboxSettings, apply_settings
 from headrace.errors import SAVED, Repaired
-from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.memory import ColocatedEngines
 from headrace.inference.model_shape import adapter_share
 from headrace.launch.errors import BadRequest, naming_run
 from headrace.launch.own_code import add_code_folders_of

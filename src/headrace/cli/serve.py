@@ -13,9 +13,9 @@ from headrace.cli.processes import bytes_per_parameter, process
 from headrace.config.base import Tree
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
-from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.backend import EngineProcess
-from headrace.inference.keys_file import read_keys_file
+from headrace.inference.keys import read_keys_file
+from headrace.inference.memory import ColocatedTrainer
 from headrace.inference.model_shape import TESTED_FIX, VLLM_FIX, decoder_obstacle, embedded_obstacle
 from headrace.launch.process import stop_with_launcher
 from headrace.launch.processes import servers_at_least

@@ -140,18 +140,15 @@ class Generation(Protocol):
 
     async def result(self) -> GenerationResult:
         """Wait for the request to finish. Raises `EngineError`."""
-        ...
 
     def chunks(self) -> AsyncIterator[TokenChunk]:
         """Yield tokens as they are sampled; `result` has all of them afterwards. Raises `EngineError`.
 
         With stop strings a chunk may end with tokens of the stop string.
         """
-        ...
 
     def cancel(self) -> None:
         """Cancel the request; does nothing if it has finished."""
-        ...
 
 
 class Backend(Protocol):
@@ -177,13 +174,11 @@ class Backend(Protocol):
         Requests with different salts share no cache; requests of a session go to the same replica. Raises
         `InvalidRequest`, `EngineOverloaded` and `EngineStopped`.
         """
-        ...
 
     def state(self) -> EngineState: ...
 
     async def pause(self) -> None:
         """Suspend all requests. Returns once no step is running."""
-        ...
 
     async def resume(self) -> None: ...
 
@@ -193,23 +188,18 @@ class Backend(Protocol):
         Requests in flight continue with the new weights; where adapter versions are kept side by side, they finish
         with the old one. Raises `WeightsError`, and the weights are then unchanged.
         """
-        ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Load a LoRA adapter for requests that name it. Raises `WeightsError`."""
-        ...
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests in flight keep it. Raises `ModelNotFound`."""
-        ...
 
     async def failure(self) -> str:
         """Wait until the engine is dead and return the reason. `submit` raises `EngineStopped` from then on."""
-        ...
 
     async def close(self) -> None:
         """Shut down; requests in flight end with `EngineStopped`."""
-        ...
 
 
 def resolve_max_model_len(positions: int | None, configured: int | None) -> int:
@@ -217,12 +207,9 @@ def resolve_max_model_len(positions: int | None, configured: int | None) -> int:
     if configured is None:
         return min(positions or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
     if positions is not None and configured > positions:
-        raise BadInput(
-            f"the model's max_position_embeddings is {positions}",
-            key="inference.max_model_len",
-            value=configured,
-            fix=f"Lower it to {positions} or less; where a run does not set it, it follows from seq_len.",
-        )
+        fact = f"the model's max_position_embeddings is {positions}"
+        fix = f"Lower it to {positions} or less; where a run does not set it, it follows from seq_len."
+        raise BadInput(fact, key="inference.max_model_len", value=configured, fix=fix)
     return configured
 
 

@@ -145,13 +145,8 @@ class Bytes:
     """Memory at an address, which torch can view as a tensor; such tensors keep the object alive."""
 
     def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-        }
+        layout = {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None}
+        self.__cuda_array_interface__ = {"version": 3, **layout}
 
 
 def view(content: Bytes, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The experts of a model, for engine and trainer: where its layers choose them.
+"""The experts of a model, for engine and trainer: where its layers choose them, and results that no batch changes.
 
 In the families of transformers a layer with experts has a module `experts`, and beside it a router: a module with
 `top_k` and `num_experts` that ranks the experts of each token with `torch.topk`, and returns its logits, gates and the
@@ -7,6 +7,7 @@ chosen experts. A router that does not is left alone; nothing else depends on th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,3 +54,19 @@ def _is_known(router: Any) -> bool:
 def chosen_experts(output: tuple[Tensor, ...]) -> Tensor:
     """Return the experts in a router's output: [tokens, experts per token]."""
     return next(part for part in output if not part.is_floating_point())
+
+
+def compute_lone_tokens_twice(model: Any) -> None:
+    """Make every expert of a model compute at least two rows, or none."""
+    if find_routers(model):
+        for name, module in model.named_modules():
+            if name.endswith(".experts") and not isinstance(module.forward, partial):  # another engine may share it
+                module.forward = partial(_forward, module.forward)
+
+
+def _forward(forward: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """`hidden`: [tokens, width]; `chosen`: [tokens, experts per token]."""
+    is_lone = torch.bincount(chosen.flatten()) == 1
+    again = is_lone[chosen].any(-1).nonzero().flatten()
+    result: Tensor = forward(*(torch.cat([rows, rows[again]]) for rows in (hidden, chosen, weights)))
+    return result[: len(hidden)]

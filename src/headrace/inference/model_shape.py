@@ -106,9 +106,11 @@ def read_shape(directory: Path) -> ModelShape | None:
     ties = bool(settings.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     parameters = _count_stored(directory, ties)
     if parameters is None:
-        parameters = _count_by_sizes(sizes, ties)
+        matrices = sum(inputs * outputs for inputs, outputs in sizes.linear_layers().values())
         others = sizes.num_experts - sizes.experts_per_token  # experts that a token does not take; and the router
-        parameters += sizes.num_hidden_layers * sizes.hidden_size * (3 * others * sizes.expert_size + sizes.num_experts)
+        experts = sizes.hidden_size * (3 * others * sizes.expert_size + sizes.num_experts)
+        tables = sizes.vocab_size * sizes.hidden_size * (1 if ties else 2) + sizes.hidden_size
+        parameters = tables + sizes.num_hidden_layers * (matrices + 2 * sizes.hidden_size + experts)
     return ModelShape(sizes, parameters, config.get("max_position_embeddings"))
 
 
@@ -169,12 +171,6 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         if length > file.stat().st_size:
             raise ValueError("its header is longer than the file")
         return msgspec.json.decode(stream.read(length), type=dict[str, Any]), 8 + length
-
-
-def _count_by_sizes(sizes: LayerSizes, ties: bool) -> int:
-    matrices = sum(inputs * outputs for inputs, outputs in sizes.linear_layers().values())
-    tables = sizes.vocab_size * sizes.hidden_size * (1 if ties else 2)
-    return tables + sizes.num_hidden_layers * (matrices + 2 * sizes.hidden_size) + sizes.hidden_size
 
 
 LATENT_KEYS = "keys are compressed (multi-head latent attention)"

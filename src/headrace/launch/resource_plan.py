@@ -14,14 +14,16 @@ from typing import NamedTuple
 from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import TrainingConfig
 from headrace.errors import BadInput
-from headrace.inference.colocation import ColocatedEngines, ColocatedTrainer, keeps_base_in_memory
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
-from headrace.inference.kv_budget import (
+from headrace.inference.memory import (
     CONTEXT_BYTES,
     CPU_CACHE_SHARE,
+    ColocatedEngines,
+    ColocatedTrainer,
     blocks_within,
     cache_budget,
     choose_max_running,
+    keeps_base_in_memory,
     working_bytes,
 )
 from headrace.inference.model_shape import EXPERTS, ModelShape

@@ -17,7 +17,7 @@ from headrace.config.orchestrator import EnvConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.launch.prompt_lengths import NoModelCall, first_tools
-from headrace.text.preference import common_prompt
+from headrace.text.training_examples import common_prompt
 from headrace.transport.rollout_files import RolloutFiles
 
 COLUMNS = (

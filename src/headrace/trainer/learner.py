@@ -21,8 +21,8 @@ import torch
 from headrace.config.model import LatentsConfig
 from headrace.config.trainer import ReferenceConfig, TrainingConfig
 from headrace.errors import BadInput, Failure
-from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.latents import is_gate
+from headrace.inference.memory import ColocatedEngines
 from headrace.inference.schema import LatentParams
 from headrace.machine import free_memory, own_versions
 from headrace.rollout.batch import Batch

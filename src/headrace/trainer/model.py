@@ -21,8 +21,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace.errors import Failure
-from headrace.inference.colocation import ColocatedEngines
 from headrace.inference.latents import add_gates, is_gate, write_gates
+from headrace.inference.memory import ColocatedEngines
 from headrace.inference.model_shape import check_weights, feed_forward_sizes, training_obstacle
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import LatentParams

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
-from headrace.inference.weights.errors import WeightsError
 from headrace.inference.weights.file_layout import as_in_files
 from headrace.inference.weights.link import CarrierSetting
+from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.trainer.attention import UnsupportedModel
 from headrace.trainer.checkpoint import ResumeError

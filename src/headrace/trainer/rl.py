@@ -18,7 +18,7 @@ import torch
 
 from headrace.config.trainer import LossConfig, TrainerConfig
 from headrace.errors import Repaired
-from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.memory import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.batch import Batch

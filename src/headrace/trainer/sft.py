@@ -18,7 +18,7 @@ import torch
 from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import ReferenceConfig
 from headrace.errors import DataError
-from headrace.inference.colocation import ColocatedEngines
+from headrace.inference.memory import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
 from headrace.rollout.digest import BY_POSITION

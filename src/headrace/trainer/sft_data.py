@@ -33,8 +33,7 @@ from headrace.environments.tables import (
 from headrace.errors import DataError
 from headrace.rollout.digest import fingerprint
 from headrace.rollout.types import Sample
-from headrace.text.preference import pair_columns, parse_pair
-from headrace.text.sft_conversation import Place, SftConversation, parse_row, row_columns
+from headrace.text.training_examples import Place, SftConversation, pair_columns, parse_pair, parse_row, row_columns
 
 log = logging.getLogger(__name__)
 

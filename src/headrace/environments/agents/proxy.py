@@ -31,8 +31,8 @@ from headrace.environments.agents.episode import (
 )
 from headrace.environments.base import Context, PromptTooLong
 from headrace.inference.backend import InvalidRequest
-from headrace.inference.server.reading import LargeBodies, decode_body, read_body
 from headrace.inference.server.replies import Handler, answering, on_bug, on_http_error, reply, unless_gone
+from headrace.inference.server.request_bodies import LargeBodies, decode_body, read_body
 from headrace.machine import raise_open_file_limit
 
 log = logging.getLogger(__name__)

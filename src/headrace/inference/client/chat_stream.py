@@ -11,6 +11,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -73,23 +74,15 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-class _Count(msgspec.Struct):
-    count: int
-
-
-class _Health(msgspec.Struct):
-    version: str | None = None
-
-
+@dataclass
 class StreamedReply:
     """The part of a reply that has been received."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.thought = ""
-        self.calls: dict[int, dict[str, Any]] = {}
-        self.finish_reason: str | None = None
-        self.usage: Usage | None = None
+    text: str = ""
+    thought: str = ""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    usage: Usage | None = None
 
     def take(self, event: bytes) -> list[ReplyChunk]:
         """Add an event and return its new text. Raises `OpenAIFailed`."""
@@ -125,16 +118,14 @@ class StreamedReply:
 
     def _add_call(self, call: _Call) -> str:
         """Add a part of a tool call (the name first, then parts of its arguments) and return its text."""
-        name, arguments = call.function.name or "", call.function.arguments or ""
+        name, arguments, shown = call.function.name or "", call.function.arguments or "", ""
         if call.index not in self.calls:
             break_before = "\n" if self.calls or (self.text and not self.text.endswith("\n")) else ""
-            self.calls[call.index] = {"id": call.id or "", "type": "function", "function": {"name": name}}
-            shown = f"{break_before}{name} {arguments}"
-        else:
-            shown = arguments
-        function = self.calls[call.index]["function"]
-        function["arguments"] = function.get("arguments", "") + arguments
-        return shown
+            function = {"name": name, "arguments": ""}
+            self.calls[call.index] = {"id": call.id or "", "type": "function", "function": function}
+            shown = f"{break_before}{name} "
+        self.calls[call.index]["function"]["arguments"] += arguments
+        return shown + arguments
 
 
 class ChatClient:
@@ -169,13 +160,14 @@ class ChatClient:
         """Return the conversation's length, or None if the server has no `/tokenize` as ours and vLLM do."""
         body = {"model": model, "messages": list(messages)}
         with contextlib.suppress(OpenAIError):
-            return self._request("POST", f"{self._root}/tokenize", _Count, body).count
+            return self._request("POST", f"{self._root}/tokenize", dict[str, Any], body).get("count")
         return None
 
     def weights_version(self) -> str | None:
         """Return the version of the weights, or None if the server does not report it as ours does."""
         with contextlib.suppress(OpenAIError):
-            return self._request("GET", f"{self._root}/health", _Health, timeout=CONNECT_TIMEOUT_S).version
+            health = self._request("GET", f"{self._root}/health", dict[str, Any], timeout=CONNECT_TIMEOUT_S)
+            return health.get("version")
         return None
 
     def stream(self, body: Mapping[str, Any], reply: StreamedReply) -> Iterator[ReplyChunk]:
@@ -197,10 +189,9 @@ class ChatClient:
     def _request(
         self, method: str, url: str, kind: type[T], body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> T:
+        content = None if body is None else json.dumps(body)
         with self._reaching():
-            response = self._http.request(
-                method, url, content=None if body is None else json.dumps(body), timeout=timeout
-            )
+            response = self._http.request(method, url, content=content, timeout=timeout)
         return decode_response(checked_content(response, response.content, self.key), kind, self.address, self.key)
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ from headrace.inference.client.errors import (
 )
 from headrace.inference.client.http import HttpClient, ServerUnreachable
 from headrace.inference.client.pool import MAX_RETRY_S, MIN_RETRY_S, NO_ENDPOINTS, EnginePool, PooledEngine, RetryState
-from headrace.inference.keys_file import KeysInFile, read_keys_file
+from headrace.inference.keys import Keys, read_keys_file
 from headrace.inference.schema import (
     SCHEMA_HEADER,
     SESSION_HEADER,
@@ -134,8 +134,7 @@ class EngineClient:
 
     async def health(self) -> list[Health]:
         """Request the health of every engine once; raises if one does not respond."""
-        engines = self._current_engines()
-        return list(await asyncio.gather(*[self._request_health(engine) for engine in engines]))
+        return list(await asyncio.gather(*map(self._request_health, self._current_engines())))
 
     async def health_by_url(self) -> dict[str, Health]:
         """Request the health of every engine once and return that of those which respond, by URL."""
@@ -152,9 +151,8 @@ class EngineClient:
         async def attempt() -> list[Health]:
             nonlocal began
             engines = self._current_engines()
-            replies, failures = await _gather(
-                [engine for engine in engines if engine not in ready], self._request_health
-            )
+            waited_for = [engine for engine in engines if engine not in ready]
+            replies, failures = await _gather(waited_for, self._request_health)
             ready.update(replies)
             if ready and began is None:
                 began = time.monotonic()
@@ -224,14 +222,8 @@ class EngineClient:
         try:
             with tracing.span("generate", engine=engine.url):
                 result = await self._request(engine.url, route, body, decode, self._timeout, session=session)
-        except EngineUnavailable as error:
-            self._pool.record_unreachable(engine, str(error), time.monotonic())
-            raise
-        except EngineBusy as error:
-            self._pool.record_busy(engine, str(error), time.monotonic() + error.pause)
-            raise
-        except EngineFailed as error:
-            self._pool.record_failure(engine, str(error), time.monotonic())
+        except (EngineUnavailable, EngineBusy, EngineFailed) as error:
+            self._pool.record_error(engine, error, time.monotonic())
             raise
         finally:
             engine.in_flight -= 1
@@ -253,7 +245,7 @@ class EngineClient:
                 return await self._request(url, route, body, decode, self._timeout, admin=True)
             except EngineUnavailable as error:
                 if engine is not None:
-                    self._pool.record_unreachable(engine, str(error), time.monotonic())
+                    self._pool.record_error(engine, error, time.monotonic())
                 raise
             except EngineRejected:
                 self._current_engines()
@@ -262,29 +254,27 @@ class EngineClient:
                 return await call(url)  # with the key that it has now
 
         async def attempt() -> list[T]:
-            if engines is None:
+            urls = engines
+            if urls is None:
                 current = self._current_engines()
                 usable = [engine.url for engine in current if engine.breaker.is_closed or engine.url in results]
-                urls: Collection[str] = usable or [engine.url for engine in current]
-            else:
-                urls = engines
+                urls = usable or [engine.url for engine in current]
             new, failures = await _gather([url for url in urls if url not in results], call)
             results.update(new)
             if failures:  # preferably one that a retry cannot fix
                 raise min(failures.values(), key=lambda failure: isinstance(failure, EngineUnavailable))
             return [results[url] for url in urls]
 
-        polling = asyncio.create_task(self._keep_polling())
+        async def keep_polling() -> None:  # so that calls to lost engines end
+            while True:
+                await asyncio.sleep(POLL_INTERVAL_S)
+                self._poll_if_due()
+
+        polling = asyncio.create_task(keep_polling())
         try:
             return await _retry(attempt, self._retry_for, (EngineUnavailable,) if engines is None else ())
         finally:
             polling.cancel()
-
-    async def _keep_polling(self) -> None:
-        """Check the health of the engines regularly, so that calls to lost ones end."""
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            self._poll_if_due()
 
     def _poll_if_due(self) -> None:
         """Start a background health check of all engines if the last one is old."""
@@ -305,7 +295,7 @@ class EngineClient:
             self._pool.record_health(engine, health)
         for engine, error in failures.items():
             if isinstance(error, EngineUnavailable | EngineTimeout):
-                self._pool.record_unreachable(engine, str(error), time.monotonic())
+                self._pool.record_error(engine, error, time.monotonic())
                 if self._pool.is_lost(engine):
                     for limit in self._calls.pop(engine, ()):
                         limit.reschedule(asyncio.get_running_loop().time())
@@ -426,7 +416,7 @@ def _endpoint_source(
         return lambda: [endpoint for name, endpoint in reader.read().items() if is_past_server(name) == past]
     urls = engines if callable(engines) else lambda: engines
 
-    fixed = KeysInFile((api_key,) if api_key else (), (admin_key,) if admin_key else ())
+    fixed = Keys((api_key,) if api_key else (), (admin_key,) if admin_key else ())
     keys = fixed if keys_file is None else read_keys_file(keys_file)
 
     def read() -> list[Endpoint]:

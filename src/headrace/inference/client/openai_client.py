@@ -131,12 +131,8 @@ class OpenAIClient:
         max_concurrent: int = 64,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise BadInput(
-                "not an HTTP address",
-                key="base_url",
-                value=hide_password(base_url),
-                fix="Write http://HOST:PORT/v1 or https://...",
-            )
+            fix = "Write http://HOST:PORT/v1 or https://..."
+            raise BadInput("not an HTTP address", key="base_url", value=hide_password(base_url), fix=fix)
         if max_concurrent < 1:
             raise BadInput("must be at least 1", key="max_concurrent", value=max_concurrent)
         if (complaint := find_invalid_header(headers or {})) is not None:
@@ -226,11 +222,8 @@ class OpenAIClient:
     def _key(self) -> str:
         key = os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""
         if not (key.isascii() and key.isprintable()):
-            raise BadInput(
-                "the environment variable contains a line break or a character that is not ASCII",
-                key=self._api_key_var,
-                fix="Set it to the key alone.",
-            )
+            fact = "the environment variable contains a line break or a character that is not ASCII"
+            raise BadInput(fact, key=self._api_key_var, fix="Set it to the key alone.")
         return key
 
 

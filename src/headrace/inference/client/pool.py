@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.inference.client.errors import EngineCallError, EngineTimeout, EngineUnavailable
+from headrace.inference.client.errors import EngineBusy, EngineCallError, EngineFailed, EngineTimeout, EngineUnavailable
 from headrace.inference.schema import Health
 from headrace.transport.endpoint import Endpoint
 
@@ -53,8 +53,7 @@ class CircuitBreaker:
 
     def succeed(self) -> None:
         self._failures = self._openings = 0
-        self._open_until = None
-        self._on_trial = False
+        self._open_until, self._on_trial = None, False
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for a trial."""
@@ -154,8 +153,10 @@ class EnginePool:
         available = [engine for engine in self.engines.values() if self._is_available(engine, now, avoid)]
         if not available:
             return None
-        if current in available and not _is_overloaded(current, available):
-            return current
+        if current in available:
+            others = (other.load() for other in available if other.capacity is not None)
+            if not current.has_queue or all(current.load() <= OVERLOAD_FACTOR * load for load in others):
+                return current
         # An engine without a report counts as large as the largest.
         unknown = max(engine.capacity or 1 for engine in available)
         engine = min(available, key=lambda engine: (engine.load(unknown), engine.last_choice))
@@ -189,21 +190,20 @@ class EnginePool:
         engine.breaker.succeed()
         engine.problem = ""
 
-    def record_unreachable(self, engine: PooledEngine, problem: str, now: float) -> None:
-        """Count a request without a response, or with one that says that the engine is not available."""
-        engine.problem = problem
-        engine.breaker.fail(now)
+    def record_error(self, engine: PooledEngine, error: EngineCallError, now: float) -> None:
+        """Count a call that failed. A full queue is not a failure: no requests are sent for a while.
 
-    def record_failure(self, engine: PooledEngine, problem: str, now: float) -> None:
-        """Count an error response, if another engine is available: the weights, which all share, may be the cause."""
-        if any(other.breaker.is_closed for other in self.engines.values() if other is not engine):
-            self.record_unreachable(engine, problem, now)
-
-    def record_busy(self, engine: PooledEngine, problem: str, until: float) -> None:
-        """Send no requests until then. A full queue is not a failure."""
-        engine.problem = problem
-        engine.busy_until = max(engine.busy_until, until)
-        engine.breaker.succeed()
+        An error response counts if another engine is available: the weights, which all share, may be the cause.
+        """
+        others = (other for other in self.engines.values() if other is not engine)
+        if isinstance(error, EngineFailed) and not any(other.breaker.is_closed for other in others):
+            return
+        engine.problem = str(error)
+        if isinstance(error, EngineBusy):
+            engine.busy_until = max(engine.busy_until, now + error.pause)
+            engine.breaker.succeed()
+        else:
+            engine.breaker.fail(now)
 
     def engines_to_poll(self, now: float) -> list[PooledEngine]:
         """Return the engines whose health is requested: those in use, and those due for a trial."""
@@ -255,10 +255,3 @@ class RetryState:
         if self._deadline is None:
             self._deadline = now + self._seconds
         return self._deadline
-
-
-def _is_overloaded(engine: PooledEngine, available: list[PooledEngine]) -> bool:
-    if not engine.has_queue:
-        return False
-    load = engine.load()
-    return any(other.capacity is not None and load > OVERLOAD_FACTOR * other.load() for other in available)

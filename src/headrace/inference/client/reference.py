@@ -70,11 +70,9 @@ class Reference(Protocol):
 
         Returns its `max_model_len`, of which scoring uses one token, or None if unknown.
         """
-        ...
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
         """Return the logprob of every token given those before it; 0.0 for the first. Raises `ReferenceFailed`."""
-        ...
 
     async def generate(
         self,
@@ -88,11 +86,9 @@ class Reference(Protocol):
 
         A server that returns text alone is the exception: its text, encoded, has no stop token at its end.
         """
-        ...
 
     async def close(self) -> None:
         """Close the connections; the model's server keeps running."""
-        ...
 
 
 class LimitedReference:
@@ -104,20 +100,13 @@ class LimitedReference:
         self.name = reference.name
         self.check, self.close = reference.check, reference.close
 
-    async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
+    async def score(self, *arguments: Any, **options: Any) -> np.ndarray:
         async with self._permits:
-            return await self._reference.score(token_ids, temperature)
+            return await self._reference.score(*arguments, **options)
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Generated:
+    async def generate(self, *arguments: Any, **options: Any) -> Generated:
         async with self._permits:
-            return await self._reference.generate(token_ids, max_tokens, temperature, seed, stop_token_ids)
+            return await self._reference.generate(*arguments, **options)
 
 
 class _Tokenized(msgspec.Struct):
@@ -149,7 +138,12 @@ class FrozenModel:
         for client, entry in zip(self._served.clients, entries, strict=True):
             unchecked = [*self._check_length(client, entry, seq_len), *await self._check_vocabulary(client, tokenizer)]
             await self._check_scores(client, tokenizer, seq_len)
-            self._check_temperature(client, temperature)
+            if client in self._ignore_temperature and temperature != 1:
+                fact = f"{self._at(client)} scores at temperature 1 only"
+                fix = "Set it to 1 for this environment, or serve the model with headrace serve."
+                raise BadInput(fact, key="sampling.temperature", value=temperature, fix=fix)
+            if client in self._ignore_temperature:
+                log.info("%s scores at temperature 1 regardless of the request", self._at(client))
             if unchecked:
                 log.warning("%s does not report %s: not checked", self._at(client), " or ".join(unchecked))
         return min((entry.max_model_len for entry in entries if entry and entry.max_model_len), default=None)
@@ -186,9 +180,8 @@ class FrozenModel:
             body = {"model": client.model, "token_ids": ids, "sampling_params": sampling}
             response = await client.request(ScoreRoute.GENERATE.value, _Completed, body, at_root=True)
         else:
-            response = await client.request(
-                "/completions", _Completed, {"model": client.model, "prompt": ids, **sampling}
-            )
+            body = {"model": client.model, "prompt": ids, **sampling}
+            response = await client.request("/completions", _Completed, body)
         if not response.choices:
             raise OpenAIFailed(f"the response of {client.address} has no choices")
         choice = response.choices[0]
@@ -212,13 +205,9 @@ class FrozenModel:
         if entry is None or entry.max_model_len is None:
             return ["its max_model_len"]
         if entry.max_model_len < seq_len + 1:
-            raise BadInput(
-                f"{self._at(client)} has max_model_len = {entry.max_model_len}, and scoring needs one token more than "
-                "seq_len",
-                key="seq_len",
-                value=seq_len,
-                fix=f"Serve it with max_model_len = {seq_len + 1} or more, or lower seq_len.",
-            )
+            fact = f"scoring needs one token more, and {self._at(client)} has max_model_len = {entry.max_model_len}"
+            fix = f"Serve it with max_model_len = {seq_len + 1} or more, or lower seq_len."
+            raise BadInput(fact, key="seq_len", value=seq_len, fix=fix)
         return []
 
     async def _check_vocabulary(self, client: OpenAIClient, tokenizer: Tokenizer) -> list[str]:
@@ -272,18 +261,6 @@ class FrozenModel:
             raise self._other_vocabulary(client, reason) from error
         if np.abs(scores - tempered[: len(ids)])[1:].mean() < MIN_TEMPERATURE_EFFECT:
             self._ignore_temperature.add(client)
-
-    def _check_temperature(self, client: OpenAIClient, temperature: float) -> None:
-        if client not in self._ignore_temperature:
-            return
-        if temperature != 1:
-            raise BadInput(
-                f"{self._at(client)} scores at temperature 1 only",
-                key="sampling.temperature",
-                value=temperature,
-                fix="Set it to 1 for this environment, or serve the model with headrace serve.",
-            )
-        log.info("%s scores at temperature 1 regardless of the request", self._at(client))
 
     async def _find_route(self, client: OpenAIClient, ids: list[int]) -> tuple[ScoreRoute, np.ndarray]:
         errors: list[str] = []

@@ -55,9 +55,8 @@ class ServedModel:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if not base_url:
-            raise BadInput(
-                f"model {name} has no address", key="base_url", fix="Write where it is served: http://HOST:PORT/v1."
-            )
+            fix = "Write where it is served: http://HOST:PORT/v1."
+            raise BadInput(f"model {name} has no address", key="base_url", fix=fix)
         self.clients = [OpenAIClient(url, name, api_key_var, timeout, headers, MAX_CONCURRENT) for url in base_url]
         self.model = name
         self.name = f"{name} at {', '.join(client.address for client in self.clients)}"
@@ -122,24 +121,18 @@ class ServedModel:
         except OpenAIError as error:
             if error.status in (404, 405):
                 return None
-            raise BadInput(
-                f"model {self.model} cannot be used: {error}",
-                key="base_url",
-                value=client.address,
-                fix="Start its server, or correct base_url." if isinstance(error, OpenAIUnreachable) else None,
-            ) from error
+            fact = f"model {self.model} cannot be used: {error}"
+            fix = "Start its server, or correct base_url." if isinstance(error, OpenAIUnreachable) else None
+            raise BadInput(fact, key="base_url", value=client.address, fix=fix) from error
         for entry in entries:
             # Our server also accepts the directory, and the last part of a name.
             others = (entry.root, entry.id.rsplit("/", 1)[-1]) if entry.owned_by == "headrace" else ()
             if self.model in (entry.id, *others):
                 return entry
         names = ", ".join(entry.id for entry in entries) or "none"
-        raise BadInput(
-            f"the server does not serve {self.model!r}; its models: {names}",
-            key="base_url",
-            value=client.address,
-            fix="Name one of its models, or correct base_url.",
-        )
+        fact = f"the server does not serve {self.model!r}; its models: {names}"
+        fix = "Name one of its models, or correct base_url."
+        raise BadInput(fact, key="base_url", value=client.address, fix=fix)
 
     async def _list(self, client: OpenAIClient) -> list[ModelEntry]:
         try:

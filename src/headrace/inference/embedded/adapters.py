@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace.inference.backend import EngineError, ModelNotFound
 from headrace.inference.embedded.scheduler import Chunk
-from headrace.inference.weights.errors import WeightsError
+from headrace.inference.weights.reading import WeightsError
 from headrace.transport.adapter import AdapterError, Matrices, read_adapter
 
 _identities = itertools.count(1)
@@ -38,11 +38,8 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         head = model.get_output_embeddings()  # only gets the tokens whose logits are needed
-        self._linear = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
-        }
+        linear = (entry for entry in model.named_modules() if isinstance(entry[1], nn.Linear))
+        self._linear = {name: module for name, module in linear if module is not head}
         self._loaded: dict[str, LoadedAdapter] = {}
         self._hooked: set[str] = set()
         self._tokens = 0
@@ -67,16 +64,12 @@ class Adapters:
             raise WeightsError(str(error)) from error
         layers = {}
         for layer, (a, b) in adapter.layers.items():
-            linear = self._linear.get(layer)
+            linear, change = self._linear.get(layer), f"{directory} changes {layer}"
             if linear is None:
-                raise WeightsError(
-                    f"{directory} changes {layer}, which is not a linear layer over all tokens of the model"
-                )
-            if (b.shape[0], a.shape[1]) != linear.weight.shape:
-                shape = [b.shape[0], a.shape[1]]
-                raise WeightsError(
-                    f"{directory} changes {layer} by {shape}, which is {list(linear.weight.shape)} in the model"
-                )
+                raise WeightsError(f"{change}, which is not a linear layer over all tokens of the model")
+            shape = [b.shape[0], a.shape[1]]
+            if shape != list(linear.weight.shape):
+                raise WeightsError(f"{change} by {shape}, which is {list(linear.weight.shape)} in the model")
             scaled = b.float() * adapter.config.scaling
             layers[layer] = Matrices(*(matrix.t().contiguous().to(linear.weight) for matrix in (a, scaled)))
         return LoadedAdapter(name, layers)

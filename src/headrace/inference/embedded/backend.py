@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,8 +26,8 @@ from headrace.inference.backend import (
     TokenChunk,
     check_request,
 )
-from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded import messages as m
+from headrace.inference.memory import ColocatedTrainer
 from headrace.inference.schema import SamplingParams
 from headrace.inference.structured import grammar_of
 from headrace.rollout.version import Version
@@ -163,21 +164,21 @@ class EmbeddedBackend(asyncio.Protocol):
         return state
 
     async def pause(self) -> None:
-        await self._call(m.Pause())
+        await self._call("pause")
 
     async def resume(self) -> None:
-        await self._call(m.Resume())
+        await self._call("resume")
 
     async def update_weights(self, directory: Path, version: Version) -> str:
-        checksum = await self._call(m.UpdateWeights(directory, version))
+        checksum = await self._call("update_weights", directory=directory, version=version)
         assert checksum is not None
         return checksum
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        await self._call(m.LoadAdapter(name, directory))
+        await self._call("load_adapter", name=name, directory=directory)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._call(m.UnloadAdapter(name))
+        await self._call("unload_adapter", name=name)
 
     async def failure(self) -> str:
         return await asyncio.shield(self._dead)  # cancelling a caller must not cancel it
@@ -197,11 +198,11 @@ class EmbeddedBackend(asyncio.Protocol):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self._process.wait()
 
-    async def _call(self, command: m.Command) -> str | None:
-        """Run a command in the engine's process; cancelling the caller does not cancel the command."""
+    async def _call(self, method: m.Method, **arguments: Any) -> str | None:
+        """Call a method in the engine's process; cancelling the caller does not cancel the call."""
         self._refuse_if_stopped()
         number = next(self._numbers)
-        self._transport.write(m.frame(m.Call(number, command)))
+        self._transport.write(m.frame(m.Call(number, method, **arguments)))
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
         return await answer
@@ -317,13 +318,9 @@ class EmbeddedGeneration:
                 await self._has_news.wait()
         rest = self._ended.result()  # raises its error
         if self._received < len(rest.token_ids):
-            start = self._received
-            self._received = len(rest.token_ids)
-            yield TokenChunk(
-                rest.token_ids[start:],
-                rest.logprobs[start:],
-                None if rest.top_logprobs is None else rest.top_logprobs[start:],
-            )
+            start, self._received = self._received, len(rest.token_ids)
+            tops = None if rest.top_logprobs is None else rest.top_logprobs[start:]
+            yield TokenChunk(rest.token_ids[start:], rest.logprobs[start:], tops)
 
     def cancel(self) -> None:
         if not self._ended.done():

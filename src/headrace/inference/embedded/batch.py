@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, PADDING_BLOCK, blocks_for
-from headrace.inference.embedded.kv_window import KVWindow, WindowBucket
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.scheduler import Chunk
 
@@ -25,6 +25,92 @@ FREE_PADDING_KEYS = 2048
 """Padding that costs less than another group."""
 MAX_SINGLE_CHUNK = 128
 """Longest chunk, in tokens, whose tokens attend one by one."""
+MIN_ROW_TOKENS = 128
+"""Length of the rows in the first bucket."""
+ROW_INCREMENT = 8
+"""Rows by which a bucket grows."""
+
+
+class RowFill(NamedTuple):
+    """A row that must be filled from its request's blocks."""
+
+    row: int
+    request: Request
+
+
+class WindowBucket:
+    """Rows of `length` tokens, used without gaps."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.rows = 0
+        """Allocated rows; the bucket is dropped once it is empty."""
+        self.requests: list[Request] = []
+        """By row."""
+        self.copies: list[tuple[int, int]] = []
+        """(from, to): rows that must be copied before any is filled."""
+        self.fills: list[RowFill] = []
+
+
+class KVWindow:
+    """Row assignment of a second, contiguous copy of the keys and values of decoding requests, on a CPU.
+
+    Attention on a CPU reads contiguous rows in place; out of blocks it would copy every key at every step. Rows are in
+    buckets of one length each, so that requests of similar length attend together; a request that outgrows its bucket
+    moves to one twice as long. A row is filled from its request's blocks once, when the request begins to decode, and
+    then grows by one token per step; a request without a row reads its blocks. All rows have at most `budget` tokens.
+    Copies and fills are due after `arrange`; `kv_cache` has the rows.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.buckets: dict[int, WindowBucket] = {}
+        self._budget = budget
+        self._resets: dict[Request, int] = {}
+        """Each request's `resets` when its row was filled: after a reset the row is out of date."""
+
+    def arrange(self, requests: Iterable[Request]) -> list[WindowBucket]:
+        """Give rows to these requests only, within the budget, and return the buckets in use."""
+        wanted = dict.fromkeys(requests)
+        for bucket in self.buckets.values():
+            self._evict(bucket, wanted)
+        for request in wanted:
+            if request not in self._resets:
+                self._assign_row(request)
+        self.buckets = {length: bucket for length, bucket in self.buckets.items() if bucket.requests}
+        return list(self.buckets.values())
+
+    def _assign_row(self, request: Request) -> None:
+        length = max(MIN_ROW_TOKENS, 1 << (len(request.tokens) - 1).bit_length())
+        bucket = self.buckets.get(length) or WindowBucket(length)
+        if len(bucket.requests) == bucket.rows:
+            used = sum(other.rows * other.length for other in self.buckets.values())
+            if used + ROW_INCREMENT * length > self._budget:
+                return
+            bucket.rows += ROW_INCREMENT
+        self.buckets[length] = bucket
+        bucket.fills.append(RowFill(len(bucket.requests), request))
+        bucket.requests.append(request)
+        self._resets[request] = request.resets
+
+    def _evict(self, bucket: WindowBucket, wanted: dict[Request, None]) -> None:
+        """Remove requests that are not wanted, out of date or too long; the last rows fill the gaps."""
+        bucket.copies, bucket.fills = [], []
+        leaving = {
+            row
+            for row, request in enumerate(bucket.requests)
+            if request not in wanted or self._resets[request] != request.resets or len(request.tokens) > bucket.length
+        }
+        if not leaving:
+            return
+        for row in leaving:
+            del self._resets[bucket.requests[row]]
+        count = len(bucket.requests) - len(leaving)
+        gaps = [row for row in sorted(leaving) if row < count]
+        movers = [row for row in range(count, len(bucket.requests)) if row not in leaving]
+        bucket.copies = list(zip(movers, gaps, strict=True))
+        for source, target in bucket.copies:
+            bucket.requests[target] = bucket.requests[source]
+        del bucket.requests[count:]
 
 
 @dataclass
@@ -39,17 +125,17 @@ class AttentionGroup:
     count: int
     width: int
     keys: int
-    blocks: Tensor | None
-    """[count, keys / BLOCK_SIZE] of the cache; None if the keys are in a window bucket."""
     positions: Tensor
     """[count, width] of the queries."""
-    is_causal: bool
-    """Whether queries and keys are the same tokens, from the start of the sequence."""
-    padded: Tensor | None
-    """[count * width] indices of the queries in the batch; None without padding."""
-    kept: Tensor | None
-    """Indices of the real queries among the padded ones."""
     dtype: torch.dtype
+    blocks: Tensor | None = None
+    """[count, keys / BLOCK_SIZE] of the cache; None if the keys are in a window bucket."""
+    is_causal: bool = False
+    """Whether queries and keys are the same tokens, from the start of the sequence."""
+    padded: Tensor | None = None
+    """[count * width] indices of the queries in the batch; None without padding."""
+    kept: Tensor | None = None
+    """Indices of the real queries among the padded ones."""
     bucket: WindowBucket | None = None
     """The window bucket whose first `count` rows are the requests' keys and values."""
     bucket_slots: Tensor | None = None
@@ -141,12 +227,9 @@ def make_batch(
         ordered += grouped
         begin = end
     ids = [token for chunk in ordered for token in chunk.request.tokens[chunk.start : chunk.end]]
-    positions = [position for chunk in ordered for position in range(chunk.start, chunk.end)]
-    slots = [
-        chunk.request.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        for chunk in ordered
-        for position in range(chunk.start, chunk.end)
-    ]
+    places = [(chunk.request.blocks, position) for chunk in ordered for position in range(chunk.start, chunk.end)]
+    positions = [position for _, position in places]
+    slots = [blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for blocks, position in places]
     if doubled:
         ids, positions, slots = ids * 2, positions * 2, slots * 2
     on_device = torch.tensor([ids, positions, slots], device=device)
@@ -229,11 +312,7 @@ def _window_group(
         count=len(chunks),
         width=1,
         keys=blocks_for(max(chunk.end for chunk in chunks)) * BLOCK_SIZE,
-        blocks=None,
         positions=positions[:, None],
-        is_causal=False,
-        padded=None,
-        kept=None,
         dtype=dtype,
         bucket=bucket,
         bucket_slots=rows * bucket.length + positions,

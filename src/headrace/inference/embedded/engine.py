@@ -26,22 +26,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from headrace.inference.backend import (
-    EngineError,
-    EngineState,
-    InvalidRequest,
-    RequestCancelled,
-    check_request,
-)
+from headrace.inference.backend import EngineError, EngineState, InvalidRequest, RequestCancelled, check_request
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.cuda import make_cuda_runner
 from headrace.inference.embedded.grammar import Grammars, accept_tokens
-from headrace.inference.embedded.request import Request, Weights
+from headrace.inference.embedded.request import Decode, Request, StopStrings, Weights
 from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
 from headrace.inference.embedded.scheduler import Scheduler
-from headrace.inference.embedded.stop_strings import Decode, StopStrings
 from headrace.inference.experts import find_routers
 from headrace.inference.latents import GATES
 from headrace.inference.schema import SamplingParams, write_routes
@@ -114,17 +107,9 @@ class Engine:
         self.routes = RouteCache(model, routers, blocks) if routers else None
         runner: Runner | None = None
         if self.device.type == "cuda":
-            runner = make_cuda_runner(
-                model,
-                blocks,
-                self.adapters,
-                max_running=max_running,
-                max_model_len=max_model_len,
-                compile=compile,
-                graphs=graphs,
-                seed=seed,
-                routes=self.routes,
-            )
+            options = {"compile": compile, "graphs": graphs, "seed": seed, "routes": self.routes}
+            sizes = {"max_running": max_running, "max_model_len": max_model_len}
+            runner = make_cuda_runner(model, blocks, self.adapters, **sizes, **options)
         self.runner: Runner = runner or PlainRunner(model, blocks, self.adapters, fuse=compile, routes=self.routes)
         self.scheduler = Scheduler(
             BlockManager(blocks),
@@ -276,9 +261,8 @@ class Engine:
 
     def read(self, directory: Path, version: Version) -> PublishedWeights:
         """Read a published version for this engine; from any thread, while it samples."""
-        return read_published(
-            directory, version, parameters=self._parameters, receive=self.link.receive, base=self._base
-        )
+        receive = self.link.receive
+        return read_published(directory, version, parameters=self._parameters, receive=receive, base=self._base)
 
     @torch.inference_mode()
     def install(self, published: PublishedWeights) -> None:
@@ -350,7 +334,10 @@ class Engine:
             if request.is_done:
                 continue  # it ended, or was cancelled, after this step was launched
             try:
-                if logprob != logprob or (request.prompt_logprobs is not None and request.has_nan_in_prompt):
+                has_nan = logprob != logprob
+                if request.prompt_logprobs is not None and not request.has_sampled:
+                    has_nan |= any(score != score for score in request.prompt_logprobs)
+                if has_nan:
                     raise EngineError(
                         f"weights {self.version} at temperature {request.params.temperature} gave logits that are not "
                         "finite (NaN or infinity)"
@@ -368,7 +355,11 @@ class Engine:
                 self._end_with(request, error)
         self.scheduler.release_from_quarantine(output.requests)
         for request in finished:
-            routes = self._routes_of(request)
+            routes = None
+            if self.routes is not None and request.params.routed_experts:
+                self._keep_routes(request)
+                layers = self.model.config.get_text_config().num_hidden_layers
+                routes = write_routes(np.concatenate(request.routes), layers)
             self.scheduler.remove(request)
             self.finished[request.finish_reason] += 1
             request.finish(routes)
@@ -380,12 +371,6 @@ class Engine:
             known = sum(map(len, request.routes))
             if known < last <= request.computed:
                 request.routes.append(self.routes.read(request.blocks, known, last))
-
-    def _routes_of(self, request: Request) -> bytes | None:
-        if self.routes is None or not request.params.routed_experts:
-            return None
-        self._keep_routes(request)
-        return write_routes(np.concatenate(request.routes), self.model.config.get_text_config().num_hidden_layers)
 
     def _isolate(self, requests: list[Request], error: Exception) -> None:
         """Handle a failed forward: fail its only request, or compute each of several alone to find the one at fault."""

@@ -2,7 +2,7 @@
 
 Storage is one row of slots per layer, `BLOCK_SIZE` slots per block. The `Batch` of a forward has the slots of its
 tokens, the blocks of its requests and the masks, so models need no change. Decoding requests may have a second,
-contiguous copy of their keys and values in the rows of a window (see `kv_window`).
+contiguous copy of their keys and values in the rows of a window (see `batch.KVWindow`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from headrace.inference.embedded.batch import AttentionGroup, Batch, block_tables
+from headrace.inference.embedded.batch import AttentionGroup, Batch, WindowBucket, block_tables
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
-from headrace.inference.embedded.kv_window import WindowBucket
 
 ATTENTION = "headrace_paged"
 """Name of the attention function in transformers' registry."""

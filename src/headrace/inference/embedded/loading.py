@@ -20,14 +20,13 @@ from transformers.utils.logging import disable_progress_bar
 from headrace.config.inference import InferenceConfig
 from headrace.errors import BadInput
 from headrace.inference.backend import resolve_max_model_len
-from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.grammar import Grammars
 from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
-from headrace.inference.kv_budget import CONTEXT_BYTES, CPU_CACHE_SHARE, blocks_within, cache_budget
 from headrace.inference.latents import add_gates
+from headrace.inference.memory import CONTEXT_BYTES, CPU_CACHE_SHARE, ColocatedTrainer, blocks_within, cache_budget
 from headrace.inference.model_shape import VLLM_FIX, check_weights, embedded_obstacle
 from headrace.machine import free_memory
 from headrace.text.tokenizer import Tokenizer
@@ -44,18 +43,12 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype == "bfloat16" and device.type == "cpu" and not has_fast_bfloat16():
-        raise UnsupportedModel(
-            "this CPU has no bfloat16 instructions, and would be a hundred times slower than with float32",
-            key="model.dtype",
-            value="bfloat16",
-            fix="Leave it out.",
-        )
+        fact = "this CPU has no bfloat16 instructions, and would be a hundred times slower than with float32"
+        raise UnsupportedModel(fact, key="model.dtype", value="bfloat16", fix="Leave it out.")
     disable_progress_bar()  # logs are files
     check_weights(directory)
     model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=automatic if dtype == "auto" else getattr(torch, dtype),
-        trust_remote_code=trust_remote_code,
+        directory, dtype=automatic if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trust_remote_code
     )
     model = model.to(device).eval()
     if device.type == "cpu":

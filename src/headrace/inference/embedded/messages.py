@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,9 +24,9 @@ from headrace.inference.backend import (
     RequestCancelled,
     TokenChunk,
 )
-from headrace.inference.colocation import ColocatedTrainer
+from headrace.inference.memory import ColocatedTrainer
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 
 T = TypeVar("T")
@@ -36,16 +36,8 @@ _HEAD = struct.Struct("!I")
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        BadInput,
-        EngineError,
-        EngineOverloaded,
-        EngineStopped,
-        Failure,
-        InvalidRequest,
-        ModelNotFound,
-        RequestCancelled,
-        WeightsError,
-        WeightsUnreachable,
+        *(BadInput, Failure, InvalidRequest, ModelNotFound, WeightsError, WeightsUnreachable),
+        *(EngineError, EngineOverloaded, EngineStopped, RequestCancelled),
     )
 }
 """What the server tells apart."""
@@ -118,34 +110,17 @@ class Cancel(Message):
     number: int
 
 
-class Pause(Message): ...
-
-
-class Resume(Message): ...
-
-
-class UpdateWeights(Message):
-    directory: Path
-    version: Version
-
-
-class LoadAdapter(Message):
-    name: str
-    directory: Path
-
-
-class UnloadAdapter(Message):
-    name: str
-
-
-Command = Pause | Resume | UpdateWeights | LoadAdapter | UnloadAdapter
+Method = Literal["pause", "resume", "update_weights", "load_adapter", "unload_adapter"]
 
 
 class Call(Message):
-    """Run a command; the engine sends an `Answer` with the same number."""
+    """Call a method of `EngineThread` with those arguments that are set; the engine sends an `Answer`."""
 
     number: int
-    command: Command
+    method: Method
+    name: str | None = None
+    directory: Path | None = None
+    version: Version | None = None
 
 
 class Close(Message):

@@ -1,10 +1,17 @@
-"""One request in the engine, from its submission to its result."""
+"""One request in the engine, from its submission to its result, and stop strings in its sampled tokens.
+
+A stop string is complete once its last character is sampled, so text is decoded only if the last token's own text
+contains that character, or part of one. Special tokens are not part of a reply's text: a stop string may span one, and
+is not found in the name of one. Only a stop string that contains the whole name of a special token is searched for in
+the text with special tokens.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,17 +20,53 @@ from headrace.inference.backend import EngineError, GenerationResult, TokenChunk
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash, root_hash
 from headrace.inference.embedded.grammar import Matcher
 from headrace.inference.embedded.logits_processing import TokenCounts
-from headrace.inference.embedded.stop_strings import StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
 
 if TYPE_CHECKING:
     from headrace.inference.embedded.adapters import LoadedAdapter
 
+Decode = Callable[[list[int]], str]
+
 PENDING = -1
 """A token that is being sampled, whose id is not known yet."""
 SEED_MODULUS = 1 << 64
 """Seeds are taken modulo this: Python's generator would treat -1 as 1."""
+REPLACEMENT = "\ufffd"
+"""What a decoder writes for bytes that are not a whole character."""
+DROPPED_SPACE = " "
+"""A character that some decoders drop at the beginning of a text."""
+
+
+class StopStrings:
+    """Finds stop strings in the tokens of an engine's requests; `decode` includes special tokens in its text."""
+
+    def __init__(self, decode: Decode, special_tokens: Collection[int] = ()) -> None:
+        self._decode = decode
+        self._special = frozenset(special_tokens)
+        self._special_names = [text for token in self._special if (text := decode([token]))]
+        self._texts: dict[int, str] = {}
+
+    def find_completed(self, stops: Sequence[str], tokens: list[int], start: int) -> str | None:
+        """Return the stop string that the last token completes, in the tokens from `start` on."""
+        text = self._texts.get(tokens[-1])
+        if text is None:
+            text = self._texts[tokens[-1]] = self._decode([tokens[-1]])
+        if REPLACEMENT not in text and not any(stop[-1] == DROPPED_SPACE or stop[-1] in text for stop in stops):
+            return None
+        longest = 4 * max(map(len, stops)) + 4  # a character takes at most four tokens
+        with_special = [stop for stop in stops if any(name in stop for name in self._special_names)]
+        plain = [stop for stop in stops if stop not in with_special]
+        last = recent = tokens[max(start, len(tokens) - longest) :]
+        if not self._special.isdisjoint(recent):  # then as many tokens that are not special
+            backwards = (tokens[index] for index in range(len(tokens) - 1, start - 1, -1))
+            last = list(islice((token for token in backwards if token not in self._special), len(recent)))[::-1]
+        return self._first(plain, last) or self._first(with_special, recent)
+
+    def _first(self, stops: Sequence[str], tokens: list[int]) -> str | None:
+        text = self._decode(tokens) if stops else ""
+        matches = [stop for stop in stops if stop in text]
+        return min(matches, key=text.index) if matches else None
 
 
 class Weights(NamedTuple):
@@ -127,11 +170,6 @@ class Request:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
-
-    @property
-    def has_nan_in_prompt(self) -> bool:
-        """Whether a prompt logprob is not a number, before the first token is sampled."""
-        return not self.has_sampled and any(score != score for score in self.prompt_logprobs or ())
 
     def reset_prompt_logprobs(self) -> None:
         count = self.params.prompt_logprobs
@@ -270,11 +308,9 @@ class Request:
     def sampled_since(self, start: int) -> TokenChunk:
         """Return what was sampled from token `start` on."""
         end = len(self.logprobs)
-        return TokenChunk(
-            self.tokens[self.prompt_length + start : self.prompt_length + end],
-            self.logprobs[start:end],
-            None if self.top_logprobs is None else self.top_logprobs[start:end],
-        )
+        tokens = self.tokens[self.prompt_length + start : self.prompt_length + end]
+        tops = None if self.top_logprobs is None else self.top_logprobs[start:end]
+        return TokenChunk(tokens, self.logprobs[start:end], tops)
 
     @property
     def finish_reason(self) -> str:

@@ -17,18 +17,17 @@ from torch import Tensor
 
 from headrace.inference.backend import TopLogprobs
 from headrace.inference.embedded.adapters import Adapters
-from headrace.inference.embedded.batch import make_batch
+from headrace.inference.embedded.batch import KVWindow, make_batch
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
-from headrace.inference.embedded.cpu.experts import compute_lone_tokens_twice
 from headrace.inference.embedded.cpu.layers import fuse_layers
 from headrace.inference.embedded.grammar import start_masks
 from headrace.inference.embedded.kv_cache import ATTENTION, KVCache
-from headrace.inference.embedded.kv_window import KVWindow
 from headrace.inference.embedded.logits_processing import process_logits
 from headrace.inference.embedded.request import Latent, Request
 from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.sampling import sample, scaled_logprobs, top_tokens
 from headrace.inference.embedded.scheduler import Chunk, StepPlan
+from headrace.inference.experts import compute_lone_tokens_twice
 from headrace.inference.latents import expected_embeddings, gaussian_logprobs, input_embeddings, noise_scale
 from headrace.inference.schema import LatentParams
 
@@ -115,19 +114,22 @@ class Runner(Protocol):
     @property
     def cache_bytes(self) -> int:
         """Size of the KV cache that `release` would free."""
+        return 0  # unless a runner can free it, as that for GPUs can
 
     def release(self) -> int:
         """Free the memory of the KV cache, and return its size."""
+        return 0
 
     def restore(self) -> None:
         """Allocate the memory of the KV cache again."""
+        return
 
 
 PADDED_PREFILL_TOKENS = 2048
 """Prefill budget of a step whose attention is padded."""
 
 
-class PlainRunner:
+class PlainRunner(Runner):
     """Computes all tokens of a step in one forward."""
 
     max_prefill_tokens = PADDED_PREFILL_TOKENS
@@ -153,14 +155,8 @@ class PlainRunner:
         masks = start_masks([*(chunk.request for chunk in chunks), *(second for _, second in plan.duplicates)])
         seeded = any(chunk.request.params.seed is not None for chunk in chunks) and self._device.type == "cpu"
         single = len(chunks) == 1 and chunks[0].end - chunks[0].start == 1
-        batch = make_batch(
-            chunks,
-            self._device,
-            self._model.dtype,
-            self.window,
-            single_tokens=self._is_fused,
-            doubled=seeded and single,
-        )
+        options = {"single_tokens": self._is_fused, "doubled": seeded and single}
+        batch = make_batch(chunks, self._device, self._model.dtype, self.window, **options)
         rows, scored, last = find_logit_rows(batch.chunks)
         kept = rows * 2 if seeded and len(rows) == 1 else rows
         self.cache.prepare(batch, unverified_blocks)
@@ -190,16 +186,6 @@ class PlainRunner:
         return FinishedStep(
             StepOutput(requests, [*map(int, columns[0])], columns[1], log_masses, alternatives, latents)
         )
-
-    @property
-    def cache_bytes(self) -> int:
-        return 0  # only the CUDA runner can release its cache
-
-    def release(self) -> int:
-        return 0
-
-    def restore(self) -> None:
-        pass
 
 
 def key_shapes(config: Any) -> list[tuple[int, int]]:

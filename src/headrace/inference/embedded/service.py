@@ -84,29 +84,23 @@ class EngineService:
 
     def _submit(self, message: m.Submit) -> None:
         try:
-            request = self._thread.submit(
-                message.token_ids,
-                message.params,
-                message.cache_salt,
-                urgent=message.urgent,
-                adapter=message.adapter,
-                is_checked=True,  # by the server
-            )
+            options = {"urgent": message.urgent, "adapter": message.adapter, "is_checked": True}  # by the server
+            request = self._thread.submit(message.token_ids, message.params, message.cache_salt, **options)
         except Exception as error:  # the server refuses most, but the engine may have changed since
             self._send(m.Failed(message.number, m.Error.of(error)))
             return
-        self._requests[message.number] = request
-        request.future.add_done_callback(lambda future: self._end(message.number, future))
+        number = message.number
+
+        def queue_outcome(future: Future[GenerationResult]) -> None:
+            self._requests.pop(number, None)
+            error = future.exception()
+            outcome = m.Finished(number, future.result()) if error is None else m.Failed(number, m.Error.of(error))
+            self._unsent.append(outcome)
+
+        self._requests[number] = request
+        request.future.add_done_callback(queue_outcome)
         if request.future.done():  # before the callback was added: then no step sends the result
             self._flush()
-
-    def _end(self, number: int, future: Future[GenerationResult]) -> None:
-        """Queue a request's result or error."""
-        self._requests.pop(number, None)
-        error = future.exception()
-        self._unsent.append(
-            m.Finished(number, future.result()) if error is None else m.Failed(number, m.Error.of(error))
-        )
 
     def _follow(self, number: int, request: Request) -> None:
         sent = 0
@@ -120,25 +114,12 @@ class EngineService:
         request.on_tokens = send_new
 
     def _answer(self, call: m.Call) -> None:
+        arguments = (each for each in (call.name, call.directory, call.version) if each is not None)
         try:
-            answer = m.Answer(call.number, value=self._run(call.command))
+            answer = m.Answer(call.number, value=getattr(self._thread, call.method)(*arguments))
         except Exception as error:
             answer = m.Answer(call.number, error=m.Error.of(error))
         self._send(m.State(self._thread.state()), answer)
-
-    def _run(self, command: m.Command) -> str | None:
-        match command:
-            case m.Pause():
-                self._thread.pause()
-            case m.Resume():
-                self._thread.resume()
-            case m.UpdateWeights(directory, version):
-                return self._thread.update_weights(directory, version)
-            case m.LoadAdapter(name, directory):
-                self._thread.load_adapter(name, directory)
-            case m.UnloadAdapter(name):
-                self._thread.unload_adapter(name)
-        return None
 
     def _after_step(self, idle: bool) -> None:
         """Send what the last step produced; on the engine's thread."""

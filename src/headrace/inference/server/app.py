@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from headrace.inference.backend import (
     check_prompt,
     check_token_ids,
 )
+from headrace.inference.keys import Keys
 from headrace.inference.schema import (
     SESSION_HEADER,
     Health,
@@ -34,17 +36,15 @@ from headrace.inference.schema import (
     UpdateWeightsRequest,
     UpdateWeightsResponse,
 )
-from headrace.inference.server import generate
+from headrace.inference.server import completions, generate, responses
 from headrace.inference.server.chat import Chat, ChatRequest
-from headrace.inference.server.completions import CompletionRequest, Completions
+from headrace.inference.server.completions import CompletionRequest
 from headrace.inference.server.generate import GenerateBody
-from headrace.inference.server.hosts import HostCheck
-from headrace.inference.server.keys import Keys
 from headrace.inference.server.metrics import Measured, Metrics
-from headrace.inference.server.reading import LargeBodies, decode_body, exceeds_json_limits, read_body
 from headrace.inference.server.replies import (
     HEADERS,
     EventStream,
+    Handler,
     answering,
     on_bug,
     on_http_error,
@@ -54,11 +54,15 @@ from headrace.inference.server.replies import (
 from headrace.inference.server.request_bodies import (
     AdapterRequest,
     DetokenizeRequest,
+    LargeBodies,
     NoFields,
     TokenizeRequest,
+    decode_body,
+    exceeds_json_limits,
+    read_body,
     refuse_unsupported,
 )
-from headrace.inference.server.responses import Responses, ResponsesRequest
+from headrace.inference.server.responses import ResponsesRequest
 from headrace.inference.server.streaming import Updates, updates_of
 from headrace.observe.exposition import CONTENT_TYPE
 from headrace.rollout.version import Version
@@ -103,46 +107,41 @@ class App:
         self._large_bodies = LargeBodies()
         self._long_text = asyncio.Lock()
         self._chat = chat
-        self._responses = Responses(chat)
-        self._completions = Completions(chat.model_name, chat.tokenizer, chat.token_text)
         self._root = root or chat.model_name
         self._names = {self.model_name, Path(self.model_name).name, self._root}
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
-        def client(authorization: str | None) -> None:
-            self.keys.check_client(authorization)
-
-        def admin(authorization: str | None) -> None:
-            self.keys.check_admin(authorization)
-
-        routes = {
-            "/health": ("GET", None, self.health),
-            "/v1/models": ("GET", client, self.models),
-            "/v1/models/{name:path}": ("GET", client, self.model),
-            "/metrics": ("GET", client, self.show_metrics),
-            "/v1/chat/completions": ("POST", client, self.chat),
-            "/v1/responses": ("POST", client, self.responses),
-            "/v1/completions": ("POST", client, self.completions),
-            "/inference/v1/generate": ("POST", client, self.generate),
-            "/tokenize": ("POST", client, self.tokenize),
-            "/detokenize": ("POST", client, self.detokenize),
-            "/pause": ("POST", admin, self.pause),
-            "/resume": ("POST", admin, self.resume),
-            "/update_weights": ("POST", admin, self.update_weights),
-            "/v1/load_lora_adapter": ("POST", admin, self.load_adapter),
-            "/v1/unload_lora_adapter": ("POST", admin, self.unload_adapter),
+        checks: dict[str, Callable[[str | None], None]] = {  # of the keys that are valid at that moment
+            "client": lambda authorization: self.keys.check(authorization, admin=False),
+            "admin": lambda authorization: self.keys.check(authorization, admin=True),
+        }
+        routes: dict[str, tuple[str, str, Handler]] = {
+            "/health": ("GET", "anyone", self.health),
+            "/v1/models": ("GET", "client", self.models),
+            "/v1/models/{name:path}": ("GET", "client", self.model),
+            "/metrics": ("GET", "client", self.show_metrics),
+            "/v1/chat/completions": ("POST", "client", self.chat),
+            "/v1/responses": ("POST", "client", self.responses),
+            "/v1/completions": ("POST", "client", self.completions),
+            "/inference/v1/generate": ("POST", "client", self.generate),
+            "/tokenize": ("POST", "client", self.tokenize),
+            "/detokenize": ("POST", "client", self.detokenize),
+            "/pause": ("POST", "admin", partial(self._switch, self.backend.pause)),
+            "/resume": ("POST", "admin", partial(self._switch, self.backend.resume)),
+            "/update_weights": ("POST", "admin", self.update_weights),
+            "/v1/load_lora_adapter": ("POST", "admin", self.load_adapter),
+            "/v1/unload_lora_adapter": ("POST", "admin", self.unload_adapter),
         }
         app = Starlette(
             routes=[
-                Route(path, answering(handler, check), methods=[method])
-                for path, (method, check, handler) in routes.items()
+                Route(path, answering(handler, checks.get(access)), methods=[method])
+                for path, (method, access, handler) in routes.items()
             ],
             exception_handlers={HTTPException: on_http_error, Exception: on_bug},
         )
         app.router.redirect_slashes = False  # a redirect would lead to the name in `Host`
-        measured = Measured(app, self.metrics, frozenset(routes))
-        return HostCheck(measured, self.limits.allowed_hosts, lambda: not self.keys.api)
+        return Measured(app, self.metrics, frozenset(routes))
 
     async def health(self, _: HttpRequest) -> Response:
         health = self.describe()
@@ -250,10 +249,10 @@ class App:
             body.input = []
         generations = self._submit(http, body.model, [(prompt, each) for each in params], body.cache_salt)
         if body.stream:
-            events = self._responses.stream(body, chat_body, prompt, self._updates(generations))
+            events = responses.stream(self._chat, body, chat_body, prompt, self._updates(generations))
             return EventStream(events, generations)
         [result] = await self._results(http, generations)
-        return reply(self._responses.reply(body, chat_body, prompt, result))
+        return reply(responses.reply(self._chat, body, chat_body, prompt, result))
 
     async def _render(
         self, http: HttpRequest, body: ChatRequest, field: str = "messages"
@@ -268,22 +267,22 @@ class App:
 
     async def completions(self, http: HttpRequest) -> Response:
         async with self._body(http, CompletionRequest) as body:
-            params = self._completions.params(body)
+            params = body.choice_params()
             prompts = await self._run_text_work(http, lambda: self._prompts(body))
             if not body.echo:
                 body.prompt = []
         requests = [(prompt, each) for prompt in prompts for each in params]
         generations = self._submit(http, body.model, requests, body.cache_salt)
         if body.stream:
-            events = self._completions.stream(body, prompts, self._updates(generations), len(generations))
+            events = completions.stream(self._chat, body, prompts, self._updates(generations), len(generations))
             return EventStream(events, generations)
-        return reply(self._completions.reply(body, prompts, await self._results(http, generations)))
+        return reply(completions.reply(self._chat, body, prompts, await self._results(http, generations)))
 
     def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         """Return the token ids of each prompt of a completion."""
         for text in _texts(body.prompt):
             self._refuse_long(text, "prompt")
-        prompts = self._completions.prompts(body)
+        prompts = body.prompt_ids(self._chat.tokenizer)
         for prompt in prompts:
             check_prompt(prompt, self.backend.vocab_size, self.backend.max_model_len, "prompt")
         return prompts
@@ -338,14 +337,10 @@ class App:
     def _updates(self, generations: Sequence[Generation]) -> Updates:
         return updates_of(generations, self.metrics.first_token.observe)
 
-    async def pause(self, http: HttpRequest) -> Response:
+    async def _switch(self, call: Callable[[], Coroutine[Any, Any, None]], http: HttpRequest) -> Response:
+        """Pause or resume the engine."""
         await self._read(http, NoFields, if_empty=b"{}")
-        await self._admin_call(self.backend.pause(), "the engine")
-        return reply(self.describe())
-
-    async def resume(self, http: HttpRequest) -> Response:
-        await self._read(http, NoFields, if_empty=b"{}")
-        await self._admin_call(self.backend.resume(), "the engine")
+        await self._admin_call(call(), "the engine")
         return reply(self.describe())
 
     async def update_weights(self, http: HttpRequest) -> Response:

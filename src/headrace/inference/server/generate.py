@@ -111,7 +111,7 @@ def _final_choice(
 
 
 def _flat_logprobs(tokens: TokenChunk | GenerationResult) -> list[float]:
-    """Return the tokens' logprobs as JSON can carry them."""
+    """Return the tokens' logprobs as JSON can carry them; mostly all are finite, which a sum shows fast."""
     return tokens.logprobs if math.isfinite(sum(tokens.logprobs)) else [finite(logprob) for logprob in tokens.logprobs]
 
 

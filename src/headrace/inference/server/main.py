@@ -19,13 +19,13 @@ from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
 from headrace.errors import AGAIN
 from headrace.inference.backend import Backend, EngineError, EngineStopped
-from headrace.inference.colocation import ColocatedTrainer
 from headrace.inference.embedded.backend import EngineProcess, start_embedded
+from headrace.inference.keys import Keys, KeySource
+from headrace.inference.memory import ColocatedTrainer
 from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.http_server import HttpServer, bind, check_tls, url_of
-from headrace.inference.server.keys import Keys, KeySource
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.machine import frozen_gc, raise_open_file_limit
 from headrace.observe.status import THE_GPU, Status
 from headrace.rollout.version import Version

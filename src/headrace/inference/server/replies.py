@@ -24,10 +24,10 @@ from headrace.inference.backend import (
     ModelNotFound,
     RequestCancelled,
 )
+from headrace.inference.keys import Forbidden, Unauthorized
 from headrace.inference.schema import SCHEMA_HEADER, ErrorDetail, ErrorResponse
-from headrace.inference.server.keys import Forbidden, Unauthorized
-from headrace.inference.server.reading import ClientGone, TooLarge, TooSlow
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.server.request_bodies import ClientGone, TooLarge, TooSlow
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.schema import SCHEMA
 
 T = TypeVar("T")
@@ -107,12 +107,8 @@ def error_reply(error: Exception) -> Response:
         if isinstance(error, kind):
             text = "the client closed the connection" if status == CLIENT_CLOSED_REQUEST else str(error)
             response = _Lingering if kind is TooLarge else Response
-            return reply(_error_body(text, name), status, headers, response)
+            return reply(ErrorResponse(ErrorDetail(text, name)), status, headers, response)
     raise error
-
-
-def _error_body(message: str, kind: str) -> ErrorResponse:
-    return ErrorResponse(ErrorDetail(message, kind))
 
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
@@ -120,11 +116,12 @@ async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{http.method} {http.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return reply(_error_body(text, kind), error.status_code, dict(error.headers or {}))
+    return reply(ErrorResponse(ErrorDetail(text, kind)), error.status_code, dict(error.headers or {}))
 
 
 async def on_bug(_: HttpRequest, error: Exception) -> Response:
-    return reply(_error_body(f"internal error: {type(error).__name__}: {error}", "internal_error"), 500)
+    text = f"internal error: {type(error).__name__}: {error}"
+    return reply(ErrorResponse(ErrorDetail(text, "internal_error")), 500)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -77,16 +77,12 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
 
     def chat_request(self) -> ChatRequest:
         """Return the same request as a chat. Raises `InvalidRequest`."""
+        fact, previous = "this server does not store responses", self.previous_response_id
         if self.store:
-            fix = "Set it to false, or leave it out."
-            raise InvalidRequest("this server does not store responses", key="store", value=True, fix=fix)
-        if self.previous_response_id is not None:
-            raise InvalidRequest(
-                "this server does not store responses",
-                key="previous_response_id",
-                value=self.previous_response_id,
-                fix="Send the whole conversation as input.",
-            )
+            raise InvalidRequest(fact, key="store", value=True, fix="Set it to false, or leave it out.")
+        if previous is not None:
+            fix = "Send the whole conversation as input."
+            raise InvalidRequest(fact, key="previous_response_id", value=previous, fix=fix)
         self.reasoning = {key: value for key, value in (self.reasoning or {}).items() if value is not None}
         for body in (self, self.text):
             if body is not None:
@@ -163,96 +159,87 @@ def _text(content: Any, index: int) -> str:
     return "".join(texts)
 
 
-class Responses:
-    """Converts a chat's results to responses."""
+def reply(
+    chat: Chat, body: ResponsesRequest, chat_body: ChatRequest, prompt: list[int], result: GenerationResult
+) -> dict[str, Any]:
+    """Return the response of a request that is not streamed."""
+    message, reason = chat.message(chat_body, prompt, result)
+    output, logprobs = _Output(), chat.token_details(chat_body, result)["logprobs"]
+    for _ in (*output.add(message, logprobs), *output.end()):
+        pass  # only a stream needs the events
+    return _response(chat, body, prompt, output, result, reason)
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
 
-    def reply(
-        self, body: ResponsesRequest, chat_body: ChatRequest, prompt: list[int], result: GenerationResult
-    ) -> dict[str, Any]:
-        """Return the response of a request that is not streamed."""
-        message, reason = self._chat.message(chat_body, prompt, result)
-        output = _Output()
-        for _ in output.add(message, self._chat.token_details(chat_body, result)["logprobs"]):
-            pass
-        for _ in output.end():
-            pass
-        return self._response(body, prompt, output, result, reason)
+async def stream(
+    chat: Chat, body: ResponsesRequest, chat_body: ChatRequest, prompt: list[int], updates: Updates
+) -> AsyncIterator[bytes]:
+    """Yield the events of a response."""
+    choice, output, number = StreamedChoice(chat, chat_body, prompt, 0), _Output(), 0
+    response = _response(chat, body, prompt, output)
 
-    async def stream(
-        self, body: ResponsesRequest, chat_body: ChatRequest, prompt: list[int], updates: Updates
-    ) -> AsyncIterator[bytes]:
-        """Yield the events of a response."""
-        choice, output, number = StreamedChoice(self._chat, chat_body, prompt, 0), _Output(), 0
-        response = self._response(body, prompt, output)
+    def event(fields: Mapping[str, Any]) -> bytes:
+        nonlocal number
+        content = msgspec.json.encode({**fields, "sequence_number": number})
+        number += 1
+        return b"event: %s\ndata: %s\n\n" % (fields["type"].encode(), content)
 
-        def event(fields: Mapping[str, Any]) -> bytes:
-            nonlocal number
-            content = msgspec.json.encode({**fields, "sequence_number": number})
-            number += 1
-            return b"event: %s\ndata: %s\n\n" % (fields["type"].encode(), content)
+    for kind in ("response.created", "response.in_progress"):
+        yield event({"type": kind, "response": response})
+    async with contextlib.aclosing(updates):  # type: ignore[type-var]
+        async for _, update in updates:
+            for fields in choice.advance(update):
+                [delta] = fields["choices"]
+                for each in output.add(delta["delta"], delta["logprobs"]):
+                    yield event(each)
+            if isinstance(update, GenerationResult):
+                for each in output.end():
+                    yield event(each)
+                end = _response(chat, body, prompt, output, update, delta["finish_reason"])
+                end |= {key: response[key] for key in ("id", "created_at")}
+                yield event({"type": f"response.{end['status']}", "response": end})
 
-        for kind in ("response.created", "response.in_progress"):
-            yield event({"type": kind, "response": response})
-        async with contextlib.aclosing(updates):  # type: ignore[type-var]
-            async for _, update in updates:
-                for fields in choice.advance(update):
-                    [delta] = fields["choices"]
-                    for each in output.add(delta["delta"], delta["logprobs"]):
-                        yield event(each)
-                if isinstance(update, GenerationResult):
-                    for each in output.end():
-                        yield event(each)
-                    end = self._response(body, prompt, output, update, delta["finish_reason"])
-                    end |= {key: response[key] for key in ("id", "created_at")}
-                    yield event({"type": f"response.{end['status']}", "response": end})
 
-    def _response(
-        self,
-        body: ResponsesRequest,
-        prompt: list[int],
-        output: _Output,
-        result: GenerationResult | None = None,
-        reason: str | None = None,
-    ) -> dict[str, Any]:
-        """Return a response; without a result one that is in progress."""
-        is_cut = reason == "length"
-        usage = None
-        if result is not None:
-            counts = usage_of(len(prompt), [result], 1)
-            usage = {
-                "input_tokens": counts.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": counts.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": counts.total_tokens,
-            }
-        return {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress" if result is None else "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "error": None,
-            "model": body.model or self._chat.model_name,
-            "output": output.items if result is not None else [],
-            "instructions": body.instructions,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "tools": body.tools or [],
-            "tool_choice": body.tool_choice or "auto",
-            "max_output_tokens": body.max_output_tokens,
-            "previous_response_id": None,
-            "store": False,
-            "text": body.text or {"format": {"type": "text"}},
-            "truncation": "disabled",
-            "usage": usage,
-            **({} if result is None or result.logprobs_mode is None else {"logprobs_mode": result.logprobs_mode}),
+def _response(
+    chat: Chat,
+    body: ResponsesRequest,
+    prompt: list[int],
+    output: _Output,
+    result: GenerationResult | None = None,
+    reason: str | None = None,
+) -> dict[str, Any]:
+    """Return a response; without a result one that is in progress."""
+    is_cut = reason == "length"
+    usage = None
+    if result is not None:
+        counts = usage_of(len(prompt), [result], 1)
+        usage = {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts.total_tokens,
         }
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress" if result is None else "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "model": body.model or chat.model_name,
+        "output": output.items if result is not None else [],
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": True,
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
+        **{name: getattr(body, name) for name in ("instructions", "temperature", "top_p", "max_output_tokens")},
+        "previous_response_id": None,
+        "store": False,
+        "text": body.text or {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "usage": usage,
+        **({} if result is None or result.logprobs_mode is None else {"logprobs_mode": result.logprobs_mode}),
+    }
 
 
 class _Output:
@@ -304,12 +291,8 @@ class _Output:
             item["summary"] = []
         self.items.append({**item, "content": [part]})
         self._is_open = True
-        place = self._place
-        yield {
-            "type": "response.output_item.added",
-            "output_index": place["output_index"],
-            "item": {**item, "content": []},
-        }
+        place, index = self._place, {"output_index": len(self.items) - 1}
+        yield {"type": "response.output_item.added", **index, "item": {**item, "content": []}}
         empty = {name: list(value) if isinstance(value, list) else value for name, value in part.items()}
         yield {"type": "response.content_part.added", **place, "content_index": 0, "part": empty}
 
@@ -331,13 +314,9 @@ class _Output:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"], "name": name}
         item |= {"arguments": arguments, "status": "completed"}
         self.items.append(item)
-        place = self._place
-        index = {"output_index": place["output_index"]}
-        yield {
-            "type": "response.output_item.added",
-            **index,
-            "item": {**item, "arguments": "", "status": "in_progress"},
-        }
+        place, index = self._place, {"output_index": len(self.items) - 1}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield {"type": "response.output_item.added", **index, "item": begun}
         yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
         yield {"type": "response.function_call_arguments.done", **place, "name": name, "arguments": arguments}
         yield {"type": "response.output_item.done", **index, "item": item}

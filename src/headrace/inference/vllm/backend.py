@@ -13,20 +13,18 @@ import logging
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from headrace.inference.backend import EngineError, EngineOverloaded, EngineState, EngineStopped, InvalidRequest
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import SamplingParams
 from headrace.inference.vllm import wire
-from headrace.inference.vllm.adapters import Adapters
-from headrace.inference.vllm.control import CallRefused, Control, Metrics, PreemptionCounter
+from headrace.inference.vllm.control import Adapters, CallRefused, Control, Metrics, PreemptionCounter
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.process import VllmProcess
-from headrace.inference.weights.errors import read_checked_marker
-from headrace.inference.weights.reading import READ_TIMEOUT_S, DirectoryReader
+from headrace.inference.weights.reading import READ_TIMEOUT_S, DirectoryReader, read_checked_marker
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
 from headrace.transport.lock import POLL_S, DeviceLock
@@ -124,11 +122,8 @@ class VllmBackend:
 
     async def _reports_untruncated(self) -> bool:
         """Whether the only token that truncation leaves has the logprob of the whole distribution."""
-        free = SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=1)
-        alone = [
-            SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=0, top_k=1),
-            SamplingParams(temperature=wire.MAX_TEMPERATURE, max_tokens=1, logprobs=0, min_p=1.0),
-        ]
+        one_token = partial(SamplingParams, temperature=wire.MAX_TEMPERATURE, max_tokens=1)
+        free, alone = one_token(logprobs=1), [one_token(logprobs=0, top_k=1), one_token(logprobs=0, min_p=1.0)]
         likeliest: list[float] = []
         for token in range(0, self.vocab_size, -(-self.vocab_size // PROBE_PROMPTS)):
             [[(_, expected)]] = (await self.submit([token], free).result()).top_logprobs or []
@@ -153,11 +148,9 @@ class VllmBackend:
             raise EngineStopped(self._dead.result())
         wire.check(token_ids, params, self.vocab_size, self.max_model_len)
         if params.truncates and params.logprobs is not None and not self._untruncated:
-            raise InvalidRequest(
-                "this version of vLLM reports them only after top_p, top_k and min_p",
-                key="logprobs",
-                fix="Omit these or logprobs, or use another version.",
-            )
+            fact = "this version of vLLM reports them only after top_p, top_k and min_p"
+            fix = "Omit these or logprobs, or use another version."
+            raise InvalidRequest(fact, key="logprobs", fix=fix)
         policy = self._adapters.policy or self._model_name
         model = policy if adapter is None else self._adapters.vllm_name(adapter)
         if len(self._in_flight) >= self._max_requests:
@@ -293,8 +286,12 @@ class VllmBackend:
             raise EngineError(f"its workers loaded {sorted(loaded)}, not {checksum}")
         if self._stamps:
             await self._control.stamp(str(version))
-        else:
-            self._mark(version, counts[0])
+        else:  # record each request's number of tokens
+            sampled = {_own_name(name): count for name, count in counts[0]["counts"].items()}
+            ended = {_own_name(name) for name in counts[0]["ended"]}
+            for name, generation in self._in_flight.items():
+                if name in sampled or name not in ended:
+                    generation.marks.append((version, sampled.get(name, 0)))
         self._sample_with(version, checksum, None)
         for generation in [generation for generation in self._in_flight.values() if generation.pinned]:
             generation.fail(EngineError("the base model of the request's adapter was replaced"))
@@ -303,14 +300,6 @@ class VllmBackend:
         """Set everything that new requests depend on, without an await in between."""
         self._version, self._checksum = version, checksum
         self._adapters.set_policy(policy)
-
-    def _mark(self, version: Version, worker: dict[str, Any]) -> None:
-        """Record each request's number of tokens, for a vLLM that does not report which weights sampled a token."""
-        counts = {_own_name(name): count for name, count in worker["counts"].items()}
-        ended = {_own_name(name) for name in worker["ended"]}
-        for name, generation in self._in_flight.items():
-            if name in counts or name not in ended:
-                generation.marks.append((version, counts.get(name, 0)))
 
     async def _read_metrics(self) -> None:
         """Read vLLM's metrics; in a pause they are those before its cache was cleared."""

@@ -1,20 +1,33 @@
-"""vLLM's admin routes as typed calls: pause, worker calls, version stamps, adapters, weights, metrics."""
+"""vLLM's admin routes as typed calls: pause, worker calls, version stamps, weights, metrics; and its LoRA adapters.
+
+Adapters are those that requests name, and the policy's, one per version. vLLM's caches depend on an adapter's name, so
+every load gets a new name, and requests in flight keep the adapter and the version that they started with. A replaced
+adapter is unloaded once no request uses it. The files are copied first: vLLM may read them again later, after the
+trainer has removed them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import re
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.inference.backend import EngineError, EngineStopped
+from headrace.inference.backend import EngineError, EngineStopped, ModelNotFound
 from headrace.inference.client.errors import server_message
 from headrace.inference.client.http import HttpClient, HttpResponse, ServerUnreachable
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
+from headrace.inference.weights.reading import DirectoryReader, WeightsError, WeightsUnreachable, check_digest
 from headrace.rollout.version import Version
+from headrace.transport.adapter import CONFIG, TENSORS, AdapterError, read_config
+from headrace.transport.files import require_regular
+
+log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 600.0
 """For a call, such as loading a large model."""
@@ -195,3 +208,94 @@ class PreemptionCounter:
         by_update = min(new, self._expected)
         self._expected -= by_update
         self.count += new - by_update
+
+
+class Adapters:
+    """The loaded adapters. `directory` is for copies of their files; with a `max_rank` of 0 none can be loaded."""
+
+    def __init__(self, control: Control, directory: Path, max_rank: int, reader: DirectoryReader) -> None:
+        self.max_rank = max_rank
+        self._control = control
+        self._directory = directory
+        self._reader = reader
+        self._numbers = itertools.count()
+        self._uses: Counter[str] = Counter()
+        self._replaced: set[str] = set()
+        self.names: dict[str, str] = {}
+        """vLLM's names by the names in requests."""
+        self.policy: str | None = None
+        """vLLM's name of the newest version of the policy, if that is an adapter."""
+
+    def vllm_name(self, name: str) -> str:
+        """Return vLLM's name of a loaded adapter. Raises `ModelNotFound`."""
+        if name not in self.names:
+            raise ModelNotFound(f"no adapter {name!r} is loaded")
+        return self.names[name]
+
+    def hold(self, vllm_name: str) -> None:
+        """Count a request in flight that uses it."""
+        self._uses[vllm_name] += 1
+
+    def release(self, vllm_name: str) -> None:
+        self._uses[vllm_name] -= 1
+        if not self._uses[vllm_name]:
+            del self._uses[vllm_name]
+
+    async def load(self, name: str, directory: Path) -> None:
+        """Load an adapter, replacing one of that name. Raises `WeightsError`, and the old one stays."""
+        if not self.max_rank:
+            raise WeightsError("vLLM was started without adapters. Set inference.vllm.max_lora_rank")
+        loaded = await self._load(f"{name}@{next(self._numbers)}", directory)
+        if name in self.names:
+            self._replaced.add(self.names[name])
+        self.names[name] = loaded
+        await self.unload_unused()
+
+    async def unload(self, name: str) -> None:
+        self.vllm_name(name)
+        self._replaced.add(self.names.pop(name))
+        await self.unload_unused()
+
+    async def load_policy(self, directory: Path, version: Version, expected: str) -> str:
+        """Load a published adapter and return vLLM's name; `set_policy` puts it into use."""
+        await self._reader.read_async(directory, lambda: check_digest(directory, expected))
+        return await self._load(f"policy@{version}#{next(self._numbers)}", directory)
+
+    def set_policy(self, vllm_name: str | None) -> None:
+        """Use this adapter for requests that name none. The previous one is unloaded when it is unused."""
+        if self.policy is not None:
+            self._replaced.add(self.policy)
+        self.policy = vllm_name
+
+    async def unload_unused(self) -> None:
+        """Unload replaced adapters that no request uses."""
+        free = [name for name in self._replaced if not self._uses[name]]
+        self._replaced.difference_update(free)  # before the await: another call may be in progress
+        for name in free:
+            try:
+                await self._control.unload_adapter(name)
+            except EngineError as error:  # harmless but for its memory
+                log.warning("vLLM did not unload the unused adapter %s: %s", name, error)
+            shutil.rmtree(self._directory / name.replace("/", "_"), ignore_errors=True)
+
+    async def _load(self, vllm_name: str, directory: Path) -> str:
+        try:
+            config = await self._reader.read_async(directory, lambda: read_config(directory / CONFIG))
+        except AdapterError as error:
+            raise WeightsError(str(error)) from error
+        if config.r > self.max_rank:
+            raise WeightsError(f"{directory} has rank {config.r}. Set inference.vllm.max_lora_rank to at least that")
+        copy = self._directory / vllm_name.replace("/", "_")
+
+        def copy_files() -> None:
+            copy.mkdir(parents=True)
+            for name in (CONFIG, TENSORS):
+                shutil.copyfile(require_regular(directory / name), copy / name)
+
+        try:
+            await self._reader.read_async(directory, copy_files)
+            await self._control.load_adapter(vllm_name, copy)
+        except (OSError, CallRefused) as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise WeightsError(f"{directory} cannot be loaded as an adapter: {error}") from error
+        return vllm_name

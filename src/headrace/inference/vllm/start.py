@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,10 +15,10 @@ from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, resolve_max_model_len
 from headrace.inference.client.http import HttpClient
 from headrace.inference.schema import MAX_LOGPROBS
-from headrace.inference.vllm.adapters import rank_for
 from headrace.inference.vllm.backend import VllmBackend
 from headrace.inference.vllm.process import ChildDirectory, VllmFailed, VllmProcess
 from headrace.machine import free_memory, raise_open_file_limit, visible_gpus
+from headrace.text.hub import read_settings
 from headrace.transport.lock import DeviceLock
 
 WORKER = "headrace.inference.vllm.worker.PublishedWeightsWorker"
@@ -33,6 +32,8 @@ RESERVED_ARGUMENTS = frozenset(
     }
 )
 """Arguments that `inference.vllm.args` may not contain: other keys set them, or Headrace does not support them."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's --max-lora-rank."""
 SERVED = "policy"
 """vLLM's name of the model; our clients see another name."""
 CPU_BLOCK_TOKENS = 128
@@ -104,7 +105,7 @@ def arguments(
     """Return the command line arguments of vLLM's server."""
     vllm = config.vllm
     dtype = "bfloat16" if on_gpu else "float32"
-    rank = rank_for(vllm.max_lora_rank) if vllm.max_lora_rank else None
+    rank = next((rank for rank in LORA_RANKS if rank >= vllm.max_lora_rank), None) if vllm.max_lora_rank else None
     options: dict[str, object] = {
         "--model": model.absolute(),
         "--served-model-name": SERVED,
@@ -174,8 +175,7 @@ def cache_bytes(config: InferenceConfig, facts: ModelFacts, max_model_len: int, 
 
 def check_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name in RESERVED_ARGUMENTS:
+        if (name := argument.partition("=")[0].replace("_", "-")) in RESERVED_ARGUMENTS:
             raise ConfigError("set by other keys or not supported", key="inference.vllm.args", value=name)
 
 
@@ -197,26 +197,16 @@ class ModelFacts(msgspec.Struct):
 
 def read_facts(directory: Path, *eos_token_ids: int | None) -> ModelFacts:
     """Read the facts of a model directory; `eos_token_ids` are added to its own."""
-    whole = _read_json(directory / "config.json")
+    whole = read_settings(directory / "config.json")
     config = whole.get("text_config") or whole
     if not isinstance(config.get("vocab_size"), int):
         raise BadInput("vocab_size is missing", file=directory / "config.json")
     ends = {token for token in eos_token_ids if token is not None}
-    for source in (config, _read_json(directory / "generation_config.json", {})):
+    defaults = directory / "generation_config.json"
+    for source in (config, read_settings(defaults) if defaults.is_file() else {}):
         ids = source.get("eos_token_id")
         ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     heads = config.get("num_attention_heads") or 0
     head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // max(heads, 1)
     cached = (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or heads) * head_dim
     return ModelFacts(config["vocab_size"], frozenset(ends), config.get("max_position_embeddings"), 4 * 2 * cached)
-
-
-def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        if default is None:
-            raise BadInput("no such file: its directory is not a Hugging Face model", file=path) from None
-        return default
-    except msgspec.DecodeError as error:
-        raise BadInput(str(error), file=path) from error

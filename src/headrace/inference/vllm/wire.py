@@ -104,17 +104,11 @@ def check(token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max
         raise InvalidRequest("vLLM cannot blend input embeddings while it samples", key="latents", fix=fix)
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
-        raise InvalidRequest(
-            f"must be 0 or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE:g} with vLLM",
-            key="temperature",
-            value=params.temperature,
-        )
+        fact = f"must be 0 or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE:g} with vLLM"
+        raise InvalidRequest(fact, key="temperature", value=params.temperature)
     if params.prompt_logprobs is not None and params.temperature not in (0.0, 1.0):
-        raise InvalidRequest(
-            f"vLLM computes them at temperature 1 only, not {params.temperature}",
-            key="prompt_logprobs",
-            fix="The embedded engine supports any temperature.",
-        )
+        fact = f"vLLM computes them at temperature 1 only, not {params.temperature}"
+        raise InvalidRequest(fact, key="prompt_logprobs", fix="The embedded engine supports any temperature.")
 
 
 def request_body(
@@ -178,11 +172,8 @@ def token_chunk(choice: Choice, params: SamplingParams) -> TokenChunk:
     _check_logprobs(logprobs, tokens, "sampled")
     if not params.logprobs:
         return TokenChunk(tokens, logprobs)
-    return TokenChunk(
-        tokens,
-        logprobs,
-        [_best([(top.id, top.logprob) for top in entry.top_logprobs], params.logprobs) for entry in content],
-    )
+    tables = ([(top.id, top.logprob) for top in entry.top_logprobs] for entry in content)
+    return TokenChunk(tokens, logprobs, [_best(table, params.logprobs) for table in tables])
 
 
 def prompt_logprobs(
@@ -198,10 +189,8 @@ def prompt_logprobs(
     _check_logprobs(chosen, token_ids, "prompt")
     if not params.prompt_logprobs:
         return chosen, None
-    best = [
-        _best([(token, entry.logprob) for token, entry in table.items()], params.prompt_logprobs) for table in tables
-    ]
-    return chosen, best
+    pairs = ([(token, entry.logprob) for token, entry in table.items()] for table in tables)
+    return chosen, [_best(table, params.prompt_logprobs) for table in pairs]
 
 
 def finish_reason(choice: Choice) -> str:

@@ -22,7 +22,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.link import WeightsReceiver
 from headrace.inference.weights.published import (
     BaseWeights,
@@ -31,6 +30,7 @@ from headrace.inference.weights.published import (
     model_files,
     read_published,
 )
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.transport.files import in_daemon_thread

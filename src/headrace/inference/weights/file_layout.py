@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from headrace.inference.weights.errors import WeightsError, abbreviate
+from headrace.inference.weights.reading import WeightsError, abbreviate
 from headrace.transport.adapter import Matrices
 
 

@@ -30,8 +30,8 @@ from headrace.inference import cuda_driver
 from headrace.inference.cuda_driver import DriverError, OpenedMemory
 from headrace.inference.weights import nccl
 from headrace.inference.weights.buffers import digest, digests, free_staging, stage, view_tensors
-from headrace.inference.weights.errors import WeightsError, WeightsUnreachable
 from headrace.inference.weights.nccl import MAX_QUEUED_TRANSFERS, NcclError, NcclPair
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
 from headrace.rollout.schema import SchemaError
 from headrace.rollout.version import Version
 from headrace.transport.weights_link import (
@@ -263,16 +263,12 @@ Buckets = list[tuple[str, tuple[int, int]]]
 
 
 def _receive_stream(connection: Connection, row: Tensor, buckets: Buckets) -> None:
-    if not row.is_cuda:
-        target = row.numpy().data
-        for what, (start, end) in buckets:
-            connection.receive_bytes(target[start:end], what)
-        return
-    bounce = torch.empty(_largest(buckets), dtype=torch.uint8, pin_memory=True)
-    target = bounce.numpy().data
+    bounce = torch.empty(_largest(buckets), dtype=torch.uint8, pin_memory=True) if row.is_cuda else None
     for what, (start, end) in buckets:
-        connection.receive_bytes(target[: end - start], what)
-        row[start:end].copy_(bounce[: end - start])
+        target = row[start:end] if bounce is None else bounce[: end - start]
+        connection.receive_bytes(target.numpy().data, what)
+        if bounce is not None:
+            row[start:end].copy_(target)
 
 
 def _receive_nccl(pair: NcclPair, row: Tensor, buckets: Buckets) -> None:

@@ -100,10 +100,9 @@ class NcclPair:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """The stream of transfers; their memory may be used on it, or after `wait`."""
+        comm = ctypes.byref(self._comm)
         with torch.cuda.device(device):
-            created = _library().ncclCommInitRankConfig(
-                ctypes.byref(self._comm), 2, unique, member, ctypes.byref(config)
-            )
+            created = _library().ncclCommInitRankConfig(comm, 2, unique, member, ctypes.byref(config))
             self._wait_for_call(created, "an NCCL group of the two")
 
     def transfer(self, row: Tensor, what: str) -> torch.cuda.Event:
@@ -128,11 +127,7 @@ class NcclPair:
 
     def _wait_for_call(self, result: int, what: str) -> None:
         """Wait for a nonblocking call."""
-
-        def is_done() -> bool:
-            return _expect(result) == _SUCCESS or self._state() == _SUCCESS
-
-        self._wait(is_done, what)
+        self._wait(lambda: _expect(result) == _SUCCESS or self._state() == _SUCCESS, what)
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         since = time.monotonic()

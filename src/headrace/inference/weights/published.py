@@ -20,17 +20,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.inference.colocation import keeps_base_in_memory
 from headrace.inference.latents import read_gates
+from headrace.inference.memory import keeps_base_in_memory
 from headrace.inference.weights.buffers import free_staging, stage
-from headrace.inference.weights.errors import WeightsError, abbreviate, read_checked_marker
 from headrace.inference.weights.file_layout import expert_slices
 from headrace.inference.weights.link import Received
+from headrace.inference.weights.reading import WeightsError, abbreviate, check_digest, read_checked_marker
 from headrace.machine import free_memory
 from headrace.rollout.version import Version
 from headrace.transport.adapter import Adapter, AdapterError, Matrices, is_adapter, merged, read_adapter
 from headrace.transport.files import require_regular
-from headrace.transport.weights import checksum
 from headrace.transport.weights_link import is_linked
 
 Receive = Callable[[Path, Version], Received]
@@ -66,31 +65,21 @@ def read_published(
     `parameters` are those of the model that the weights are for, as its files have them (`file_layout`), and `base` is
     what it was loaded from. Tensors that are still in the trainer's memory come through `receive`.
     """
-    marker = read_checked_marker(directory, version)
-    try:
-        actual = checksum(directory)
-    except OSError as error:  # e.g. the version was retired meanwhile
-        raise WeightsError(str(error)) from error
-    if actual != marker.checksum:
-        raise WeightsError(f"{directory} is damaged: its files have checksum {actual}, not {marker.checksum}")
+    actual = check_digest(directory, read_checked_marker(directory, version).checksum)
     if is_linked(directory):
         received = receive(directory, version)
         return PublishedWeights(version, actual, received.tensors, received.release)
     if is_adapter(directory):
-        tensors = _merge_adapter(base, directory, parameters)
-        return PublishedWeights(version, actual, tensors, None if base is None else partial(free_staging, base.device))
+        if base is None:
+            raise WeightsError(f"{directory} is an adapter, but the engine has no directory of its base model")
+        try:
+            adapter = read_adapter(directory)
+        except AdapterError as error:
+            raise WeightsError(str(error)) from error
+        tensors = base.merge(adapter, parameters, directory)
+        return PublishedWeights(version, actual, tensors, partial(free_staging, base.device))
     tensors = {**dict(read_tensors(sorted(directory.glob("*.safetensors")))), **read_gates(directory)}
     return PublishedWeights(version, actual, tensors)
-
-
-def _merge_adapter(base: BaseWeights | None, directory: Path, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    try:
-        adapter = read_adapter(directory)
-    except AdapterError as error:
-        raise WeightsError(str(error)) from error
-    if base is None:
-        raise WeightsError(f"{directory} is an adapter, but the engine has no directory of its base model")
-    return base.merge(adapter, parameters, directory)
 
 
 class BaseWeights:
@@ -114,9 +103,10 @@ class BaseWeights:
         if not self._pinned:
             if not keeps_base_in_memory(size, free_memory()):
                 return lazy
-            for name, tensor in self._read(parameters):
-                pinned = torch.empty_like(tensor, memory_format=torch.contiguous_format, pin_memory=True)
-                self._pinned[name] = pinned.copy_(tensor)
+            for name, tensor in read_tensors(model_files(self.directory)):
+                if name in parameters:
+                    pinned = torch.empty_like(tensor, memory_format=torch.contiguous_format, pin_memory=True)
+                    self._pinned[name] = pinned.copy_(tensor)
         with torch.cuda.stream(self._stream):
             tensors = stage(self.device, size, lambda device: {name: lazy.merged_on(name, device) for name in lazy})
             self._stream.synchronize()
@@ -138,10 +128,6 @@ class BaseWeights:
         path, _ = self.places[name]
         with _opened(path) as file:
             return file.get_tensor(name)  # type: ignore[no-any-return]
-
-    def _read(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Read the tensors that the model has parameters for; its files may have others."""
-        return ((name, tensor) for name, tensor in read_tensors(model_files(self.directory)) if name in parameters)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:

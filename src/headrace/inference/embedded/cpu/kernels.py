@@ -146,10 +146,7 @@ def _digest_of_inputs(compiler: str) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def _load(library: Path) -> ctypes.CDLL:

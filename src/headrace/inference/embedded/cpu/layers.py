@@ -84,14 +84,10 @@ class FusedLayer:
     def _norm(self, hidden: Tensor, added: Tensor | None, which: int, threads: int) -> Tensor:
         """Add `added` to the hidden states in place, and return their norm."""
         norm, normed = self._norms[which], torch.empty_like(hidden)
+        added_rows = NO_ROWS if added is None else rows(added)
         self._kernels.add_and_norm(
-            hidden.data_ptr(),
-            NO_ROWS if added is None else rows(added),
-            norm.weight.data_ptr(),
-            norm.variance_epsilon,
-            normed.data_ptr(),
-            *hidden.shape[1:],
-            threads,
+            *(hidden.data_ptr(), added_rows, norm.weight.data_ptr(), norm.variance_epsilon, normed.data_ptr()),
+            *(*hidden.shape[1:], threads),
         )
         return normed
 
@@ -103,41 +99,23 @@ class FusedLayer:
         query, key, value = module.q_proj(normed), module.k_proj(normed), module.v_proj(normed)
         cached = layer.keys.data_ptr(), layer.values.data_ptr()
         self._kernels.rotate_and_store(
-            ctypes.byref(shape),
-            *(rows(query), rows(key), rows(value)),
-            *(states.data_ptr() for states in angles),
-            batch.slots.data_ptr(),
-            *cached,
-            len(batch.slots),
-            threads,
+            *(ctypes.byref(shape), rows(query), rows(key), rows(value), *(states.data_ptr() for states in angles)),
+            *(batch.slots.data_ptr(), *cached, len(batch.slots), threads),
         )
         attended = torch.empty(1, len(batch.slots), shape.query_heads * shape.dim)
         singles = batch.single_tokens
         self._kernels.attend(
-            ctypes.byref(shape),
-            rows(query),
-            *cached,
-            singles.tables.data_ptr(),
-            singles.tables.shape[1],
-            singles.owners.data_ptr(),
-            batch.positions.data_ptr(),
-            singles.longest,
-            attended.data_ptr(),
-            singles.count,
-            threads,
+            *(ctypes.byref(shape), rows(query), *cached, singles.tables.data_ptr(), singles.tables.shape[1]),
+            *(singles.owners.data_ptr(), batch.positions.data_ptr(), singles.longest, attended.data_ptr()),
+            *(singles.count, threads),
         )
         if batch.groups:
             queries = query.view(len(batch.slots), -1, shape.dim)
             outputs = attended.view(queries.shape)
+            scaling, window, _ = self._arguments
             for group in batch.groups:
-                outputs[group.begin : group.end] = attend_in_group(
-                    group,
-                    queries,
-                    *layer.read(group),
-                    group.mask(self._arguments.window),
-                    self._arguments.scaling,
-                    None,
-                )
+                keys, values, mask = *layer.read(group), group.mask(window)
+                outputs[group.begin : group.end] = attend_in_group(group, queries, keys, values, mask, scaling, None)
         return attended
 
 
@@ -176,21 +154,16 @@ def _probe(model: Any, layers: list[Any]) -> list[FusedLayer] | None:
             if (ours - output).abs().max() <= TOLERANCE * output.abs().max():
                 fused.append(candidate)
 
-    tokens = torch.arange(PROBE_TOKENS) % model.get_input_embeddings().num_embeddings
+    positions = torch.arange(PROBE_TOKENS)
+    tokens = positions % model.get_input_embeddings().num_embeddings
     first, second = (_cache_for(tokens.tolist(), len(layers), single_tokens=each) for each in (False, True))
     before = model.config._attn_implementation
     AttentionInterface.register(PROBE_ATTENTION, record)
     model.set_attn_implementation(PROBE_ATTENTION)
     hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in layers]
     try:
-        model(
-            input_ids=tokens[None],
-            position_ids=torch.arange(PROBE_TOKENS)[None],
-            past_key_values=first,
-            use_cache=True,
-            logits_to_keep=1,
-            paged=first,
-        )
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None], "logits_to_keep": 1}
+        model(**inputs, past_key_values=first, use_cache=True, paged=first)
     finally:
         for hook in hooks:
             hook.remove()

@@ -30,10 +30,11 @@ def lay_out_for_small_batches(model: Any) -> None:
     """Change the layout of a model's linear layers for products of few rows."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for layers in _group_by_input(model):
-        if layers[0].weight.dtype == torch.float32 and load_kernels() is not None:
-            _multiply_together(layers, _in_panels)
-        elif len(layers) > 1 or id(layers[0].weight) in embeddings:  # embeddings are looked up by row
-            _multiply_together(layers, _in_columns)
+        has_kernel = layers[0].weight.dtype == torch.float32 and load_kernels() is not None
+        if has_kernel or len(layers) > 1 or id(layers[0].weight) in embeddings:  # embeddings are looked up by row
+            copy = _ReorderedCopy(layers, _in_panels if has_kernel else _in_columns)
+            for number, layer in enumerate(layers):
+                vars(layer)["forward"] = partial(copy.product, number)
         else:
             layers[0].weight.data = _to_column_major(layers[0].weight)
 
@@ -57,12 +58,6 @@ def _group_by_input(model: Any) -> list[list[Linear]]:
     for hook in hooks:
         hook.remove()
     return groups
-
-
-def _multiply_together(layers: Sequence[Linear], layout: Layout) -> None:
-    copy = _ReorderedCopy(layers, layout)
-    for number, layer in enumerate(layers):
-        vars(layer)["forward"] = partial(copy.product, number)
 
 
 class _ReorderedCopy:
@@ -127,14 +122,8 @@ def _in_panels(weight: Tensor, bias: Tensor | None) -> Product:
         if flat.stride(-1) != 1:
             flat = flat.contiguous()
         product = torch.empty(*hidden.shape[:-1], width)
-        kernels.multiply(
-            rows(flat),
-            panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            product.data_ptr(),
-            *(flat.shape[1], depth, width),
-            torch.get_num_threads(),
-        )
+        addresses = panels.data_ptr(), None if bias is None else bias.data_ptr(), product.data_ptr()
+        kernels.multiply(rows(flat), *addresses, flat.shape[1], depth, width, torch.get_num_threads())
         return product
 
     return multiply

@@ -77,16 +77,7 @@ def _paged_attention(
 
 
 @_paged_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, tokens, dim = query.shape
     return value.new_empty(batch, tokens, heads, dim)
 
@@ -107,17 +98,9 @@ def paged_attention(
     """Compute the attention of the current step; the model's own mask is not used."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks")
-    output = torch.ops.headrace.paged_attention(
-        query,
-        key,
-        value,
-        module.paged_keys,
-        module.paged_values,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window or 0,
-        softcap or 0.0,
-    )
-    return output, None
+    states = (query, key, value, module.paged_keys, module.paged_values)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.headrace.paged_attention(*states, scale, sliding_window or 0, softcap or 0.0), None
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

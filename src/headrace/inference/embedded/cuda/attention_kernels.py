@@ -55,21 +55,9 @@ def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, 
     """Write [token, head, dimension] to the slots; tokens with a negative slot are not stored."""
     tokens, heads, dim = keys.shape
     width = heads * dim
-    _store[(tokens,)](
-        keys,
-        values,
-        key_cache,
-        value_cache,
-        slots,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        WIDTH=width,
-        DIM=dim,
-        PADDED=triton.next_power_of_2(width),
-        num_warps=4,
-    )
+    tensors, strides = (keys, values, key_cache, value_cache, slots), (*keys.stride()[:2], *values.stride()[:2])
+    padded = triton.next_power_of_2(width)
+    _store[(tokens,)](*tensors, *strides, WIDTH=width, DIM=dim, PADDED=padded, num_warps=4)
 
 
 @triton.jit
@@ -336,9 +324,7 @@ def _attend_tile(
         query_heads = head * GROUP + lane % GROUP
         own = is_query[:, None] & (dim[None, :] < DIM)
         query = tl.load(
-            queries + row[:, None] * query_token + query_heads[:, None] * query_head + dim[None, :],
-            mask=own,
-            other=0.0,
+            queries + row[:, None] * query_token + query_heads[:, None] * query_head + dim[None, :], mask=own, other=0.0
         )
         position = start + token
         end = start + tl.minimum(first + TOKENS, count)

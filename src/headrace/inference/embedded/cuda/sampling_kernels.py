@@ -107,15 +107,7 @@ def _mask_tokens(logits, is_masked, masks, row_stride, mask_stride, VOCAB: tl.co
 
 @triton.jit
 def _reduce_tiles(
-    logits,
-    temperatures,
-    tops,
-    sums,
-    places,
-    row_stride,
-    VOCAB: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
+    logits, temperatures, tops, sums, places, row_stride, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
     tile = tl.program_id(0)
     row = tl.program_id(1)

@@ -59,17 +59,8 @@ class GraphedStep:
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         settings: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
-        decode_attention(
-            query[: self.num_rows],
-            *cache,
-            self._tables,
-            self._lengths,
-            self._items,
-            self._spans,
-            self._partial,
-            output[: self.num_rows],
-            **settings,
-        )
+        inputs, count = (self._tables, self._lengths, self._items, self._spans), self.num_rows
+        decode_attention(query[:count], *cache, *inputs, self._partial, output[:count], **settings)
         if self._tiles is not None:  # after the other kernel, which clears the rows that have no decode token
             prefill_attention(query, *cache, self._tables, self._tiles, output, **settings)
         return output
@@ -93,18 +84,9 @@ class _VarlenCall(NamedTuple):
             key, value = (
                 states.view(len(states), -1).index_select(0, self.slots).view(-1, *states.shape[1:]) for states in cache
             )
-        output = varlen_attn(
-            query[self.queries],
-            key,
-            value,
-            self.query_begins,
-            self.key_begins,
-            self.longest_query,
-            self.longest_key,
-            scale=scaling,
-            window_size=(window - 1 if window else -1, 0),
-            **_GROUPED,
-        )
+        begins, longest = (self.query_begins, self.key_begins), (self.longest_query, self.longest_key)
+        options = {"scale": scaling, "window_size": (window - 1 if window else -1, 0), **_GROUPED}
+        output = varlen_attn(query[self.queries], key, value, *begins, *longest, **options)
         assert isinstance(output, Tensor)  # and not a pair, as with more outputs
         return output
 
@@ -146,16 +128,10 @@ class PrefillStep:
         for each in calls:
             query_begins = next(tensors).int()
             key_begins = next(tensors).int() if is_cached else query_begins
-            self.calls.append(
-                _VarlenCall(
-                    slice(begins[each.start], begins[each.stop]),
-                    next(tensors) if is_cached else None,
-                    query_begins,
-                    key_begins,
-                    longest_query=int((ends - starts)[each].max()),
-                    longest_key=int(ends[each].max()),
-                )
-            )
+            key_slots = next(tensors) if is_cached else None
+            queries = slice(begins[each.start], begins[each.stop])
+            longest = int((ends - starts)[each].max()), int(ends[each].max())
+            self.calls.append(_VarlenCall(queries, key_slots, query_begins, key_begins, *longest))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KVPair, *, scaling: float, window: int, softcap: float

@@ -1,7 +1,9 @@
-"""API keys: of clients, and of admin calls such as weight updates.
+"""API keys of a server, for the server and its clients: of clients, and of admin calls such as weight updates.
 
-Keys are sent as `Authorization: Bearer KEY`. Those in a file can be replaced while the server runs: an old key is valid
-until it is removed. Left out: users, expiry and quotas; use a gateway for those.
+Keys are sent as `Authorization: Bearer KEY`. They are in environment variables, or in a TOML file with `api` and
+`admin`, lists of keys, that can be replaced while the server runs. To rotate a key, put the new one first: the server
+accepts both, and clients send the first. Then remove the old one. Left out: users, expiry and quotas; use a gateway for
+those.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import contextlib
 import hmac
 import ipaddress
 import secrets
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.inference.keys_file import KeysInFile, check_key, read_keys_file
 
 
 class Unauthorized(Exception):
@@ -27,7 +30,7 @@ class Forbidden(Exception):
     """The server does not accept this call."""
 
 
-class Keys(msgspec.Struct, frozen=True):
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of a server, newest first. No `api`: none is needed; no `admin`: no admin calls are accepted."""
 
     api: tuple[str, ...] = ()
@@ -37,19 +40,34 @@ class Keys(msgspec.Struct, frozen=True):
         """Whether the header has one of the keys, or none is needed."""
         return not self.api or _has_key(authorization, self.api + self.admin)
 
-    def check_client(self, authorization: str | None) -> None:
-        """Raise `Unauthorized` unless the header has one of the keys, if a key is set."""
-        if not self.is_client(authorization):
-            raise Unauthorized("an API key is required: send it as `Authorization: Bearer KEY`")
-
-    def check_admin(self, authorization: str | None) -> None:
-        """Raise `Unauthorized` unless the header has an admin key, `Forbidden` if there is none."""
-        if not self.admin:
+    def check(self, authorization: str | None, *, admin: bool) -> None:
+        """Raise `Unauthorized` unless the header has a key for this kind of call, `Forbidden` if there is none."""
+        if admin and not self.admin:
             raise Forbidden(
                 "this server does not accept admin calls: start it with an admin key (see inference.admin_key_var)"
             )
-        if not _has_key(authorization, self.admin):
-            raise Unauthorized("the admin key is required: send it as `Authorization: Bearer KEY`")
+        if not (_has_key(authorization, self.admin) if admin else self.is_client(authorization)):
+            key = "the admin key" if admin else "an API key"
+            raise Unauthorized(f"{key} is required: send it as `Authorization: Bearer KEY`")
+
+
+def read_keys_file(path: Path) -> Keys:
+    """Read the keys. Raises `ConfigError`, which does not show any of them."""
+    try:
+        keys = msgspec.convert(tomllib.loads(path.read_text()), Keys)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        fix = 'Write a line such as `api = ["KEY", "OLD KEY"]`, and one for `admin`.'
+        raise ConfigError(f"not a file of keys: {error}", key="keys_file", value=path, fix=fix) from error
+    for name in ("api", "admin"):
+        for key in getattr(keys, name):
+            _check_key(key, f"{path}: {name}")
+    return keys
+
+
+def _check_key(key: str, name: str) -> None:
+    """Raise `ConfigError` for a key that cannot be sent; its message has the name alone."""
+    if not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError("a key must be printable ASCII without spaces", key=name)
 
 
 class KeySource:
@@ -68,15 +86,11 @@ class KeySource:
             keys = read_keys_file(config.http.keys_file)
             fix = f"Add `api`, a list of keys, to {config.http.keys_file}"
         else:
-            keys = KeysInFile(self._variable(config.api_key_var), self._variable(config.admin_key_var))
+            keys = Keys(self._variable(config.api_key_var), self._variable(config.admin_key_var))
             fix = f"Set the environment variable {config.api_key_var} to the key that clients must send"
         if not keys.api and not is_loopback(config.host):
-            raise ConfigError(
-                "the address can be reached by others, and no key is set",
-                key="inference.host",
-                value=config.host,
-                fix=f"{fix}, or listen on 127.0.0.1.",
-            )
+            fact, fix = "the address can be reached by others, and no key is set", f"{fix}, or listen on 127.0.0.1."
+            raise ConfigError(fact, key="inference.host", value=config.host, fix=fix)
         return Keys(keys.api, keys.admin or ((secrets.token_urlsafe(32),) if self._in_run else ()))
 
     def has_changed(self) -> bool:
@@ -94,7 +108,9 @@ class KeySource:
 
     def _variable(self, name: str) -> tuple[str, ...]:
         key = self._environment.get(name)
-        return () if key is None else (check_key(key, name),)
+        if key is not None:
+            _check_key(key, name)
+        return () if key is None else (key,)
 
 
 def is_loopback(host: str) -> bool:
