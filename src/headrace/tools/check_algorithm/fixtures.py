@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ VERSION = 3
 TOOL = ROLES.index("tool")
 ANSWER = {"question": "What is 6 times 7?", "answer": "42", "demonstration": "6 times 7 is 42."}
 """Task info that every case has."""
+T = TypeVar("T")
 
 
 class Fixtures(msgspec.Struct):
@@ -129,18 +130,17 @@ class FailingModel(FakeModel):
         self._period = period
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
-        fails = (self.requests + 1) % self._period == 0  # counted before other tasks send requests
-        scores = await super().score(token_ids, temperature)
-        if fails:
-            raise ReferenceFailed(f"{self.name} got a sequence of {len(token_ids)} tokens")
-        return scores
+        return await self._answer(token_ids, super().score(token_ids, temperature))
 
     async def generate(self, token_ids: Sequence[int], *args: Any, **options: Any) -> Generated:
-        fails = (self.requests + 1) % self._period == 0
-        generated = await super().generate(token_ids, *args, **options)
+        return await self._answer(token_ids, super().generate(token_ids, *args, **options))
+
+    async def _answer(self, token_ids: Sequence[int], request: Awaitable[T]) -> T:
+        fails = (self.requests + 1) % self._period == 0  # counted before other tasks send requests
+        answer = await request
         if fails:
             raise ReferenceFailed(f"{self.name} got a sequence of {len(token_ids)} tokens")
-        return generated
+        return answer
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -203,12 +203,7 @@ def make_cases(fixtures: Fixtures, data: dict[str, Any], seed: int = 0) -> list[
         case(
             "two agents", [author.answer(reward, agent=a) for reward in (1, 0, 0.5) for a in "ab"], plain=True, agents=2
         ),
-        case(
-            "one against many",
-            [author.answer(rng.random(), agent=a) for _ in range(3) for a in "abbb"],
-            plain=True,
-            agents=4,
-        ),
+        case("one against many", [author.answer(rng.random(), agent=a) for a in "abbb" * 3], plain=True, agents=4),
         answers("one member", [1]),
         answers("six rewards of 0.3", [0.3] * 6),
         answers("all right", [1] * 4),
@@ -284,13 +279,7 @@ class Author:
 
 
 def bare_rollout(
-    reward: float,
-    length: int = 2,
-    *,
-    turns: int = 1,
-    tool_tokens: int = 0,
-    agent: str = "policy",
-    episode: int = 0,
+    reward: float, length: int = 2, *, turns: int = 1, tool_tokens: int = 0, agent: str = "policy", episode: int = 0
 ) -> Rollout:
     """Return a rollout with a prompt of 1 token, `length` sampled tokens, and `tool_tokens` between turns."""
     context, roles, finished = [0], [0], []

@@ -34,11 +34,10 @@ from headrace.tools.check_algorithm.results import (
     credit,
     differing_path,
     differing_stream,
-    final_credit,
-    group_credit,
     invented_logprobs,
     mean,
     routing_problem,
+    sampled_advantages,
 )
 from headrace.tools.check_algorithm.runner import (
     COMPONENTS,
@@ -58,8 +57,10 @@ NOT_REPEATABLE = "the algorithm is not repeatable"
 
 
 async def every_group(runner: AlgorithmRunner) -> Verdict:
-    problems = [str(failure) for failure in runner.failures if failure is not runner.alone[HUGE_REWARDS]]
-    huge = [str(failure) for failure in runner.failures if failure is runner.alone[HUGE_REWARDS]]
+    problems: list[str] = []
+    huge: list[str] = []
+    for failure in runner.failures:
+        (huge if failure is runner.alone[HUGE_REWARDS] else problems).append(str(failure))
     for result in runner.results():
         (huge if result.case.name == HUGE_REWARDS else problems).extend(_infinite_values(result))
     if huge and not problems:
@@ -169,7 +170,8 @@ async def zero_sum(runner: AlgorithmRunner) -> Verdict:
 async def signs(runner: AlgorithmRunner) -> Verdict:
     async def flipped(case: Case) -> str:
         result = runner.result_alone(case)
-        for number, (base, final) in enumerate(zip(group_credit(result), final_credit(result), strict=True)):
+        sides = [sampled_advantages(case.rollouts, after) for after in (result.after_group, result.after_batch)]
+        for number, (base, final) in enumerate(zip(*sides, strict=True)):
             if base.shape == final.shape and np.any(np.where(base >= 0, final < 0, final > 0)):
                 return f"{case.name!r}: score_batch flips the sign of a token of rollout {number}"
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -95,30 +95,20 @@ def differing_stream(first: list[Streams], second: list[Streams], *, exactly: bo
     return ""
 
 
-def group_credit(result: CaseResult) -> list[np.ndarray]:
-    """Return the advantages of each rollout's sampled tokens at the end of `score_group`."""
-    return [_sampled_advantages(*pair) for pair in zip(result.case.rollouts, result.after_group, strict=True)]
-
-
-def final_credit(result: CaseResult) -> list[np.ndarray]:
-    """Return the advantages of each rollout's sampled tokens at the end of `score_batch`."""
-    return [_sampled_advantages(*pair) for pair in zip(result.case.rollouts, result.after_batch, strict=True)]
+def sampled_advantages(rollouts: Sequence[Rollout], streams: Sequence[Streams]) -> list[np.ndarray]:
+    """Return the advantages of each rollout's sampled tokens; values that are not one per token are skipped."""
+    advantages = []
+    for rollout, of_rollout in zip(rollouts, streams, strict=True):
+        pairs = [(s, of.get("advantages")) for s, of in zip(rollout.samples, of_rollout, strict=True)]
+        pieces = [v[s.mask] for s, v in pairs if v is not None and np.shape(v) == s.mask.shape]
+        advantages.append(np.concatenate([np.zeros(0), *pieces]))
+    return advantages
 
 
 def credit(result: CaseResult) -> list[np.ndarray]:
     """Return the advantages from `score_group`, or from `score_batch` if the group got none."""
-    from_group = group_credit(result)
-    return from_group if any(map(len, from_group)) else final_credit(result)
-
-
-def _sampled_advantages(rollout: Rollout, streams: Streams) -> np.ndarray:
-    """Concatenate the advantages of a rollout's samples; streams that are not aligned with their sample are skipped."""
-    pieces = [np.zeros(0)]
-    for sample, of_sample in zip(rollout.samples, streams, strict=True):
-        values = of_sample.get("advantages")
-        if values is not None and np.shape(values) == sample.mask.shape:
-            pieces.append(values[sample.mask])
-    return np.concatenate(pieces)
+    from_group = sampled_advantages(result.case.rollouts, result.after_group)
+    return from_group if any(map(len, from_group)) else sampled_advantages(result.case.rollouts, result.after_batch)
 
 
 def mean(values: np.ndarray) -> float:

@@ -105,8 +105,14 @@ def read_scores(evaluation: Path, runs: Sequence[Path]) -> list[Scores]:
             folders[Path(msgspec.json.decode(file.read_bytes(), type=_Settings).model)] = file.parent
         except msgspec.DecodeError as error:
             raise BadInput(f"not written by headrace eval: {error}", file=file) from error
-    evaluated = [folders.get((RunDir(run).final_model).resolve()) for run in runs]
-    return [{} if folder is None else _read_completions(folder / "completions.jsonl") for folder in evaluated]
+    scores = []
+    for folder in [folders.get((RunDir(run).final_model).resolve()) for run in runs]:
+        correct: dict[str, list[bool]] = {}
+        for episode in read_episodes(folder / "completions.jsonl")[0].values() if folder else ():
+            if not episode.error:
+                correct.setdefault(episode.key, []).append(episode.correct)
+        scores.append({key: fmean(samples) for key, samples in correct.items()})
+    return scores
 
 
 def read_own_scores(run: Path, step: int, environments: Iterable[str]) -> Scores:
@@ -132,11 +138,3 @@ def read_own_scores(run: Path, step: int, environments: Iterable[str]) -> Scores
         for env, tasks in rewards.items()
         for task, values in tasks.items()
     }
-
-
-def _read_completions(path: Path) -> Scores:
-    correct: dict[str, list[bool]] = {}
-    for episode in read_episodes(path)[0].values():
-        if not episode.error:
-            correct.setdefault(episode.key, []).append(episode.correct)
-    return {key: fmean(samples) for key, samples in correct.items()}

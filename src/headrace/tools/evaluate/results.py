@@ -30,7 +30,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Distribution of the values of single episodes; `p5` is the 5% quantile."""
+    """Distribution of the values of single episodes; `p5` is the 5% quantile, `std` is divided by n."""
 
     median: float
     std: float
@@ -50,13 +50,6 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     array = np.asarray(values, np.float64)
     low, high = np.quantile(bootstrap_means(array, RESAMPLES, np.random.default_rng(seed)), INTERVAL)
     return Estimate(float(array.mean()), float(low), float(high))
-
-
-def compute_spread(values: Sequence[float]) -> Spread:
-    """Return quantiles, with linear interpolation, and the standard deviation (divided by n)."""
-    array = np.asarray(values, np.float64)
-    least, p5, p25, median, p75, p95, most = np.quantile(array, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist()
-    return Spread(median, float(array.std()), least, p5, p25, p75, p95, most)
 
 
 LENGTH_OF: dict[str, Callable[[ScoredEpisode], float | None]] = {
@@ -132,7 +125,8 @@ def compute_result(
     lengths = {}
     for measure, read in LENGTH_OF.items():
         if of_episodes := [value for episode in episodes if (value := read(episode)) is not None]:
-            lengths[measure] = compute_spread(of_episodes)
+            least, p5, p25, median, *above = np.quantile(of_episodes, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist()
+            lengths[measure] = Spread(median, float(np.std(of_episodes)), least, p5, p25, *above)
     errors = Counter(episode.error for episode in scored if episode.error)
     return ModelResult(name, source, len(groups), samples, estimates, lengths, dict(sorted(errors.items())))
 

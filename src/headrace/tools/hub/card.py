@@ -40,17 +40,16 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     tree = read_toml(run.config)
     kind = next((kind for key, kind in KINDS.items() if key in tree), "rl")
     began = f"`{base}`" if base else f"a local model, `{base_folder}`"
-    settings = [("key", "value"), *((key, str(value)) for key, value in _settings(tree).items())]
+    known = leaves(tree)
+    settings = [("key", "value"), *((key, str(known[key])) for key in SHOWN_SETTINGS if key in known)]
+    named = [source["name"] for _, source in _sources(tree) if "id" not in source and "name" in source]
+    datasets = sorted({name for name in named if hub_name(name)})
     model = ["The final model:", "", LOADING.format(repo=repo), ""] if "config.json" in files else []
     return "\n".join(
         [
-            *_head({"library_name": "transformers", "base_model": base}, ["headrace", kind], _hub_datasets(tree)),
-            *(
-                f"# {title(run)}",
-                "",
-                f"A run of {KIND_NAMES[kind]} with Headrace {__version__}. It began with {began}.",
-                "",
-            ),
+            *_head({"library_name": "transformers", "base_model": base}, ["headrace", kind], datasets),
+            *(f"# {title(run)}", ""),
+            *(f"A run of {KIND_NAMES[kind]} with Headrace {__version__}. It began with {began}.", ""),
             *_results(run, files),
             *_data(tree),
             *("## Settings", "", *markdown_table(settings), ""),
@@ -113,11 +112,6 @@ def _sources(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from (("evaluation", env) for env in evals)
 
 
-def _hub_datasets(tree: dict[str, Any]) -> list[str]:
-    named = (source["name"] for _, source in _sources(tree) if "id" not in source and "name" in source)
-    return sorted({name for name in named if hub_name(name)})
-
-
 def _data(tree: dict[str, Any]) -> list[str]:
     """Name environments and data files, and what selects from them, without the directories of a machine."""
     found = [("used for", "source", "selection")]
@@ -140,11 +134,6 @@ def _platform(run: RunDir) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in platform.versions.items())
     ranks = f"{platform.ranks} ranks" if platform.ranks > 1 else "1 rank"
     return [f"Trained with {versions}, on {platform.device} ({platform.machine}), {platform.dtype}, {ranks}.", ""]
-
-
-def _settings(tree: dict[str, Any]) -> dict[str, Any]:
-    known = leaves(tree)
-    return {key: known[key] for key in SHOWN_SETTINGS if key in known}
 
 
 def _pulling(what: str, directory: str) -> list[str]:

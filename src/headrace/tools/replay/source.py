@@ -199,14 +199,9 @@ def unpack(bundle: Path, directory: Path) -> Manifest:
     config = with_overrides(read_rl_run(directory), ["--trainer.model.trust_remote_code", "false"])
     save(pin(config, directory, str(model)), run)
     if is_adapter(checkpoint / MODEL):
-        _adopt_base(checkpoint, base)
+        # The checkpoint names the unpacked base, which is checked when it is loaded.
+        path, marker = checkpoint / MODEL / CONFIG, read_marker(checkpoint)
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(base)}))
+        marker.files[f"{MODEL}/{CONFIG}"] = file_digest(path)
+        write_atomically(checkpoint / MARKER, seal(marker))
     return manifest
-
-
-def _adopt_base(checkpoint: Path, base: Path) -> None:
-    """Make an adapter's checkpoint name the unpacked base, which is checked when it is loaded."""
-    path = checkpoint / MODEL / CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(base)}))
-    marker = read_marker(checkpoint)
-    marker.files[f"{MODEL}/{CONFIG}"] = file_digest(path)
-    write_atomically(checkpoint / MARKER, seal(marker))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from headrace.algorithms.length_penalties import LengthPenaltyConfig
 from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
@@ -18,13 +17,6 @@ Penalties = dict[str, LengthPenaltyConfig]
 """By environment: length penalties of algorithms that take none in a run."""
 
 
-class RescoreConfig(NamedTuple):
-    """A run with another algorithm."""
-
-    config: RunConfig
-    added_penalties: Penalties
-
-
 def algorithms_of(config: RunConfig, env: str | None) -> Algorithms:
     """Return the algorithms of all environments of a run, or of one."""
     chosen = (entry for entry in config.orchestrator.train.env if env in (None, entry.name))
@@ -33,8 +25,8 @@ def algorithms_of(config: RunConfig, env: str | None) -> Algorithms:
 
 def with_algorithm(
     config: RunConfig, kind: str | None, length_penalty: str | None, overrides: Sequence[str], env: str | None
-) -> RescoreConfig:
-    """Return the run with this algorithm for every environment, or for one.
+) -> tuple[RunConfig, Penalties]:
+    """Return the run with this algorithm for every environment, or for one, and the penalties it does not take.
 
     Without `kind` each environment keeps its own algorithm. `overrides` are those of a command
     line, `--algo.key value`.
@@ -65,7 +57,7 @@ def with_algorithm(
         if (penalty := added.get(id(entry.get("algo", tree["algo"])))) is not None
     }
     whole = {**config.model_dump(mode="json", exclude_none=True), "orchestrator": tree}
-    return RescoreConfig(validate(RunConfig, whole, "command line")[0], penalties)
+    return validate(RunConfig, whole, "command line")[0], penalties
 
 
 class _Penalty(Config):

@@ -112,14 +112,8 @@ async def rescore_run(
             for name, rescorer in rescorers.items()
             for key, value in rescorer.algorithm.tally.take().items()
         }
-    return Outcome(
-        collector.comparison(),
-        collector.advantages,
-        dict(groups.left_out),
-        dict(not_trained),
-        counted,
-        collector.changed_groups,
-    )
+    comparison, left_out = collector.comparison(), dict(groups.left_out)
+    return Outcome(comparison, collector.advantages, left_out, dict(not_trained), counted, collector.changed_groups)
 
 
 class _Rescorer(msgspec.Struct):

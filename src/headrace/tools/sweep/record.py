@@ -133,9 +133,8 @@ def note_outcomes(directory: Path, record: SweepRecord) -> None:
         if run.outcome != "finished" and path.is_file():
             content = msgspec.json.decode(path.read_bytes(), type=HeartbeatContent)
             if content.state in ("finished", "failed"):
-                run.outcome, run.failure = (
-                    ("finished", "") if content.state == "finished" else ("failed", content.problem)
-                )
+                is_finished = content.state == "finished"
+                run.outcome, run.failure = ("finished", "") if is_finished else ("failed", content.problem)
 
 
 def state_of(record: RunRecord, directory: Path) -> State:
