@@ -29,28 +29,8 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from headrace.errors import Failure
+from headrace.launch import node_messages as messages
 from headrace.launch.addresses import advertised_address, listen_everywhere, url_of
-from headrace.launch.node_messages import (
-    ANNOUNCEMENT_HOLD_S,
-    HOLD_S,
-    LEASE_S,
-    MAX_BODY_BYTES,
-    NODE_NAME,
-    REJOIN_S,
-    Announcement,
-    Command,
-    DriverAddress,
-    Health,
-    Join,
-    Joined,
-    News,
-    Orders,
-    Refusal,
-    Report,
-    RunFacts,
-    Scale,
-    Scaled,
-)
 from headrace.launch.node_registry import LeaseLost, NameInUse, Node, NodeRegistry
 from headrace.machine import own_versions
 from headrace.rollout.digest import seal
@@ -76,7 +56,7 @@ class Refused(Exception):
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.CONFLICT, *, again: bool = False) -> None:
         super().__init__(message)
-        self.status, self.refusal = status, Refusal(message, again)
+        self.status, self.refusal = status, messages.Refusal(message, again)
 
 
 class Driver:
@@ -94,8 +74,8 @@ class Driver:
         port: int = 0,
         interface: str | None = None,
         is_alone: bool = False,
-        lease_s: float = LEASE_S,
-        rejoin_s: float = REJOIN_S,
+        lease_s: float = messages.LEASE_S,
+        rejoin_s: float = messages.REJOIN_S,
         notify: Callable[[str], None] = log.warning,
     ) -> None:
         self.on_scale: Callable[[int], str] | None = None
@@ -115,7 +95,7 @@ class Driver:
         self._server = _Server(self, socket.create_server(("127.0.0.1", port)) if is_alone else listen_everywhere(port))
         address = address or ("127.0.0.1" if is_alone else advertised_address(interface))
         self.url = url_of(address, self._server.server_port)
-        write_atomically(run.driver, seal(DriverAddress(self.url, self._key)), mode=0o600)
+        write_atomically(run.driver, seal(messages.DriverAddress(self.url, self._key)), mode=0o600)
         threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="driver", daemon=True).start()
 
     @property
@@ -138,11 +118,11 @@ class Driver:
             self.rejected[client] = "a request with a wrong key" if key else "a request without a key"
         return right
 
-    def facts(self) -> RunFacts:
+    def facts(self) -> messages.RunFacts:
         folder, canary = str(self._canary.folder.parent), self._canary.name
-        return RunFacts(folder, canary, self._interface, self.nodes.lease_s, self._rejoin_s)
+        return messages.RunFacts(folder, canary, self._interface, self.nodes.lease_s, self._rejoin_s)
 
-    def join(self, name: str, facts: Join) -> Joined:
+    def join(self, name: str, facts: messages.Join) -> messages.Joined:
         """Admit a host to the run. Raises `Refused`."""
         try:
             warnings = self.check(name, facts)
@@ -159,9 +139,9 @@ class Driver:
             raise
         for warning in warnings:
             self.notify(warning)
-        return Joined(warnings)
+        return messages.Joined(warnings)
 
-    def check(self, name: str, facts: Join) -> list[str]:
+    def check(self, name: str, facts: messages.Join) -> list[str]:
         """Return warnings about a host. Raises `Refused`."""
         skew_s = facts.clock - time.time()
         if facts.problem:
@@ -184,14 +164,14 @@ class Driver:
             warnings.append(f"a durable write into {self.run.root} from host {name} takes {facts.write_s:.1f} s")
         return warnings
 
-    def report(self, name: str, report: Report) -> Orders:
+    def report(self, name: str, report: messages.Report) -> messages.Orders:
         """Renew the lease of a host, and return its commands; waits a moment for one. Raises `Refused`."""
         try:
             with self.locked():
                 node = self.nodes.report(name, report, time.monotonic())
                 if not report.leaving:
-                    self.changed.wait_for(lambda: node.commands or node.is_gone, HOLD_S)
-                return Orders(list(node.commands))
+                    self.changed.wait_for(lambda: node.commands or node.is_gone, messages.HOLD_S)
+                return messages.Orders(list(node.commands))
         except LeaseLost:
             raise Refused(f"host {name} has lost its lease", HTTPStatus.GONE, again=True) from None
 
@@ -203,22 +183,22 @@ class Driver:
                 self.notify(f"host {node.name} is lost: it has not answered for {self.nodes.lease_s:g} s")
             yield self.nodes
 
-    def send(self, node: Node, command: Command) -> None:
+    def send(self, node: Node, command: messages.Command) -> None:
         with self.changed:
             node.send(command)
             self.changed.notify_all()
 
-    def scale(self, request: Scale) -> Scaled:
+    def scale(self, request: messages.Scale) -> messages.Scaled:
         if self.on_scale is None:
             raise Refused("the number of servers of this run cannot be changed")
         try:
-            return Scaled(self.on_scale(request.inference))
+            return messages.Scaled(self.on_scale(request.inference))
         except Failure as error:
             raise Refused(str(error)) from error
 
-    def announce(self, announcement: Announcement) -> News:
+    def announce(self, announcement: messages.Announcement) -> messages.News:
         try:
-            return News(self.board.post(announcement))
+            return messages.News(self.board.post(announcement))
         except ValueError as error:
             raise Refused(str(error), HTTPStatus.BAD_REQUEST) from error
 
@@ -254,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as error:
             status, answer = error.status, error.refusal
         except msgspec.DecodeError as error:
-            status, answer = HTTPStatus.BAD_REQUEST, Refusal(f"{self.path}: {error}")
+            status, answer = HTTPStatus.BAD_REQUEST, messages.Refusal(f"{self.path}: {error}")
         content = msgspec.json.encode(answer)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -266,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
         driver, url = self.server.driver, urlsplit(self.path)
         if method == "GET" and url.path == "/health" and not driver.is_closed:
             with driver.locked() as nodes:
-                return Health(len(list(nodes.living())))
+                return messages.Health(len(list(nodes.living())))
         if not driver.accepts(self.headers.get("Authorization"), self.client_address[0]):
             self.close_connection = True  # the body is not read
             raise Refused("wrong key", HTTPStatus.UNAUTHORIZED)
@@ -277,24 +257,24 @@ class _Handler(BaseHTTPRequestHandler):
             return driver.facts()
         if method == "GET" and url.path == "/announcements":
             after = parse_qs(url.query).get("after", ["0"])[0]
-            return driver.board.read(int(after) if after.isdecimal() else 0, ANNOUNCEMENT_HOLD_S)
+            return driver.board.read(int(after) if after.isdecimal() else 0, messages.ANNOUNCEMENT_HOLD_S)
         match method, url.path.split("/")[1:]:
-            case "POST", ["nodes", name] if NODE_NAME.fullmatch(name):
-                return driver.join(name, self._read(Join))
-            case "POST", ["nodes", name, "report"] if NODE_NAME.fullmatch(name):
-                return driver.report(name, self._read(Report))
+            case "POST", ["nodes", name] if messages.NODE_NAME.fullmatch(name):
+                return driver.join(name, self._read(messages.Join))
+            case "POST", ["nodes", name, "report"] if messages.NODE_NAME.fullmatch(name):
+                return driver.report(name, self._read(messages.Report))
             case "POST", ["announcements"]:
-                return driver.announce(self._read(Announcement))
+                return driver.announce(self._read(messages.Announcement))
             case "POST", ["scale"]:
-                return driver.scale(self._read(Scale))
+                return driver.scale(self._read(messages.Scale))
         self.close_connection = True
         raise Refused(f"{method} {url.path}: no such route", HTTPStatus.NOT_FOUND)
 
     def _read(self, kind: type[Body]) -> Body:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+        if not length.isdecimal() or int(length) > messages.MAX_BODY_BYTES:
             self.close_connection = True
-            fact = f"Content-Length = {length[:20]!r}: from 0 to {MAX_BODY_BYTES} bytes are read"
+            fact = f"Content-Length = {length[:20]!r}: from 0 to {messages.MAX_BODY_BYTES} bytes are read"
             raise Refused(fact, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         return msgspec.json.decode(self.rfile.read(int(length)), type=kind)
 
@@ -315,7 +295,7 @@ class AnnouncementBoard:
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def post(self, announcement: Announcement) -> int:
+    def post(self, announcement: messages.Announcement) -> int:
         """Add an entry and return its number. Raises `ValueError` for a path that is not inside the run directory."""
         path = PurePosixPath(announcement.path)
         if len(announcement.path) > MAX_PATH_CHARACTERS or path.is_absolute() or ".." in path.parts or not path.parts:
@@ -326,7 +306,7 @@ class AnnouncementBoard:
             self._changed.notify_all()
             return self._seq
 
-    def read(self, after: int, wait_s: float) -> News:
+    def read(self, after: int, wait_s: float) -> messages.News:
         """Return the entries after number `after`; if there are none, wait for one.
 
         A number of an earlier driver, above the newest, counts as 0.
@@ -334,7 +314,7 @@ class AnnouncementBoard:
         with self._changed:
             after = 0 if after > self._seq else after
             self._changed.wait_for(lambda: self._seq > after or self._is_closed, wait_s)
-            return News(self._seq, list(dropwhile(lambda entry: entry[0] <= after, self._entries)))
+            return messages.News(self._seq, list(dropwhile(lambda entry: entry[0] <= after, self._entries)))
 
     def close(self) -> None:
         """Release all readers."""

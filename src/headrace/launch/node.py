@@ -20,24 +20,11 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.launch import node_messages as messages
 from headrace.launch.addresses import CheckPort, dial, find_free_ports, interface_address, source_address
 from headrace.launch.driver_client import DriverClient, NoDriver, RefusedByDriver, find_driver
 from headrace.launch.errors import BadRequest, LaunchError
 from headrace.launch.hosts.base import HostRole, ProcessSpec
-from headrace.launch.node_messages import (
-    Command,
-    Dial,
-    Join,
-    Joined,
-    Kill,
-    Orders,
-    ProcessState,
-    Report,
-    RunFacts,
-    Signal,
-    Start,
-    Stop,
-)
 from headrace.launch.out_of_memory import OomMonitor
 from headrace.launch.process import GRACE_S, Lifeline, Process, signals_to
 from headrace.machine import HostMemory, own_versions, usable_cores, visible_gpus
@@ -69,12 +56,12 @@ class NodeProcesses:
     def __init__(self, memory: HostMemory | None = None) -> None:
         self._lifeline, self._oom = Lifeline(), OomMonitor(memory or HostMemory())
         self._processes: dict[int, Process] = {}
-        self._ended: dict[int, ProcessState] = {}
+        self._ended: dict[int, messages.ProcessState] = {}
         """Also processes that could not be started."""
         self._lock = threading.Lock()
         self._is_over = False
 
-    def start(self, command: Start) -> None:
+    def start(self, command: messages.Start) -> None:
         spec = ProcessSpec(command.name, command.argv, command.env)
         with self._lock:
             if self._is_over:
@@ -85,7 +72,7 @@ class NodeProcesses:
                 log.error("%s cannot be started: %s", command.name, error)
                 with suppress(OSError), open(command.log, "a") as output:  # it may be the log that cannot be written
                     output.write(f"cannot be started: {error}\n")
-                self._ended[command.process] = ProcessState(exit_status=CANNOT_START)
+                self._ended[command.process] = messages.ProcessState(exit_status=CANNOT_START)
 
     def send_signal(self, number: int, signal_number: int) -> None:
         if (process := self._processes.get(number)) is not None:
@@ -109,14 +96,16 @@ class NodeProcesses:
             process.kill()
             process.wait(grace_s)
 
-    def states(self) -> dict[int, ProcessState]:
+    def states(self) -> dict[int, messages.ProcessState]:
         now, states = time.monotonic(), {}
         self._oom.observe(now)
         for number, process in list(self._processes.items()):
             if (status := process.exit_status) is None:
-                states[number] = ProcessState(process.pid)
+                states[number] = messages.ProcessState(process.pid)
             elif number not in self._ended:
-                self._ended[number] = ProcessState(process.pid, status, process.peak_bytes, self._oom.at_end(now))
+                self._ended[number] = messages.ProcessState(
+                    process.pid, status, process.peak_bytes, self._oom.at_end(now)
+                )
         return states | self._ended
 
     def close(self) -> None:
@@ -179,7 +168,7 @@ class NodeAgent:
         if self._state is not None:
             self._state.write_text(state)
 
-    def _join(self, wait_s: float) -> tuple[DriverClient, RunFacts] | None:
+    def _join(self, wait_s: float) -> tuple[DriverClient, messages.RunFacts] | None:
         """Join the run as soon as the driver answers; None: a signal came before. Raises `Failure`."""
         replaces, self._nonce = self._nonce, secrets.token_hex(8)  # one for all attempts: an answer may be lost
         deadline, said = time.monotonic() + wait_s, ""
@@ -202,16 +191,16 @@ class NodeAgent:
             time.sleep(RETRY_S)
         return None
 
-    def _join_once(self, client: DriverClient, replaces: str) -> RunFacts:
+    def _join_once(self, client: DriverClient, replaces: str) -> messages.RunFacts:
         """Check this host, and join. Returns what the driver says about the run."""
-        run = client.get("/run", RunFacts, REQUEST_TIMEOUT_S)
+        run = client.get("/run", messages.RunFacts, REQUEST_TIMEOUT_S)
         self._check_port.nonce = self._nonce
         try:
             facts = describe_host(run, client.driver.host, self._check_port, visible_gpus())
         except OSError as error:
             raise NoDriver(f"{client.driver.url}: no route to the driver ({error})") from error
         join = msgspec.structs.replace(facts, role=self._role, replaces=replaces)
-        for warning in client.post(f"/nodes/{self._name}", join, Joined, JOIN_TIMEOUT_S).warnings:
+        for warning in client.post(f"/nodes/{self._name}", join, messages.Joined, JOIN_TIMEOUT_S).warnings:
             log.warning("%s", warning)
         return run
 
@@ -219,7 +208,9 @@ class NodeAgent:
         self._check_port.close()
 
 
-def describe_host(run: RunFacts, driver_host: str, check_port: CheckPort, gpus: Sequence[str]) -> Join:
+def describe_host(
+    run: messages.RunFacts, driver_host: str, check_port: CheckPort, gpus: Sequence[str]
+) -> messages.Join:
     """Check this host, and describe it to the driver. Raises `OSError` if there is no route to the driver."""
     address, write_s, problem = "", 0.0, ""
     try:
@@ -227,7 +218,7 @@ def describe_host(run: RunFacts, driver_host: str, check_port: CheckPort, gpus: 
         write_s = Canary(Path(run.directory), run.canary).check(check_port.nonce)
     except (UnsuitableDirectory, BadRequest) as error:
         problem = str(error)
-    return Join(
+    return messages.Join(
         nonce=check_port.nonce,
         address=address,
         check_port=check_port.port,
@@ -260,7 +251,7 @@ class NodeService:
         self._dials = ThreadPoolExecutor(MAX_DIALS, "dial")
         self._dialed: dict[str, str] = {}
         self._done = 0
-        self._reported: dict[int, ProcessState] = {}
+        self._reported: dict[int, messages.ProcessState] = {}
         """Ends of processes that the driver knows."""
         self._stopping: threading.Thread | None = None
         self._is_stopped_by_driver = False
@@ -306,7 +297,7 @@ class NodeService:
     def _exchange(self, left: bool) -> None:
         """Send one report and carry out the commands in the answer. Raises `NoDriver`, `RefusedByDriver`."""
         states, dialed, sent_at = self._processes.states(), dict(self._dialed), time.monotonic()
-        report = Report(
+        report = messages.Report(
             nonce=self._nonce,
             done=self._done,
             processes={number: state for number, state in states.items() if self._reported.get(number) != state},
@@ -315,7 +306,7 @@ class NodeService:
             leaving=self._stopping is not None,
             left=left,
         )
-        orders = self._client.post(self._path, report, Orders, REQUEST_TIMEOUT_S)
+        orders = self._client.post(self._path, report, messages.Orders, REQUEST_TIMEOUT_S)
         self._lease.renewed_at = sent_at
         self._reported |= states
         for nonce in dialed:
@@ -327,21 +318,21 @@ class NodeService:
         if self._stopping is not None:
             time.sleep(LEASE_POLL_S)
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: messages.Command) -> None:
         match command:
-            case Start():
+            case messages.Start():
                 self._processes.start(command)
-            case Signal(process, number):
+            case messages.Signal(process, number):
                 self._processes.send_signal(process, number)
-            case Kill(process):
+            case messages.Kill(process):
                 self._processes.kill(process)
-            case Dial():
+            case messages.Dial():
                 self._dials.submit(self._dial, command)
-            case Stop() if self._stopping is None:
+            case messages.Stop() if self._stopping is None:
                 self._is_stopped_by_driver = True
                 self._stop()
 
-    def _dial(self, peer: Dial) -> None:
+    def _dial(self, peer: messages.Dial) -> None:
         self._dialed[peer.nonce] = dial(peer.address, peer.port, peer.nonce)
 
 

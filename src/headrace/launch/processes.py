@@ -53,12 +53,7 @@ def sharing_of(config: AnyRun, placement: Placement) -> Sharing | None:
 
 
 def processes_of(
-    config: AnyRun,
-    run: RunDir,
-    placement: Placement,
-    *,
-    resume: bool,
-    max_running: int | None = None,
+    config: AnyRun, run: RunDir, placement: Placement, *, resume: bool, max_running: int | None = None
 ) -> list[ProcessSpec]:
     """Return the processes of a run. What others wait for starts first and stops last.
 
@@ -85,12 +80,7 @@ def processes_of(
 
 
 def _server(
-    config: AnyRun,
-    run: RunDir,
-    placement: Placement,
-    place: Place,
-    sharing: Sharing | None,
-    max_running: int | None,
+    config: AnyRun, run: RunDir, placement: Placement, place: Place, sharing: Sharing | None, max_running: int | None
 ) -> list[str]:
     inference = config.inference
     options: dict[str, object] = {}

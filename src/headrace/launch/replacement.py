@@ -90,10 +90,7 @@ def _form_trainer(placement: Placement, hosts: Sequence[Host], staying: Sequence
     )
     with_room = [(host, free_gpus(host, staying)) for host in hosts]
     with_room = [(host, gpus if on_gpus else ()) for host, gpus in with_room if gpus or not on_gpus]
-    order = sorted(
-        with_room,
-        key=lambda room: (room[0].name not in before, room[0].name in computing, -len(room[1])),
-    )
+    order = sorted(with_room, key=lambda room: (room[0].name not in before, room[0].name in computing, -len(room[1])))
     chosen: list[tuple[str, tuple[str, ...]]] = []
     for host, gpus in order:
         room = sum(len(free) or ranks for _, free in chosen)

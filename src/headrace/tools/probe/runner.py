@@ -58,12 +58,7 @@ class ProbeRunner:
     """The process of the environment. It is restarted after an episode that killed it."""
 
     def __init__(
-        self,
-        identifier: str,
-        args: dict[str, Any],
-        timeout: float,
-        scratch: Path,
-        load_timeout: float = LOAD_TIMEOUT_S,
+        self, identifier: str, args: dict[str, Any], timeout: float, scratch: Path, load_timeout: float = LOAD_TIMEOUT_S
     ) -> None:
         self._identifier, self._args = identifier, args
         self._timeout, self._load_timeout = timeout, load_timeout

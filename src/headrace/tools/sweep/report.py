@@ -17,15 +17,7 @@ from headrace.observe.status import duration
 from headrace.safe_text import escape_markdown, escape_xml, markdown_table
 from headrace.tools.compare.comparison import RunComparison, compare_runs
 from headrace.tools.compare.significance import Difference
-from headrace.tools.compare.view import (
-    Cells,
-    align,
-    format_spread,
-    number,
-    signed,
-    significance_limit,
-    verdict,
-)
+from headrace.tools.compare.view import Cells, align, format_spread, number, signed, significance_limit, verdict
 from headrace.tools.sweep.plan import format_value
 from headrace.tools.sweep.record import SweepRecord
 from headrace.tools.sweep.results import (
