@@ -68,15 +68,13 @@ def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
         return tree
     envs = {entry.get("name") or entry.get("id"): _algo(entry) for entry in of_run.get("train", {}).get("env", [])}
     if env is not None and env not in envs:
-        raise ConfigError(
-            f"{file} has no such environment to train on", key="--env", value=env, fix=f"It has {', '.join(envs)}."
-        )
+        fact = f"{file} has no such environment to train on"
+        raise ConfigError(fact, key="--env", value=env, fix=f"It has {', '.join(envs)}.")
     own = [name for name, section in envs.items() if section is not None]
     section = _algo(of_run)
     if env is None and section is None and own:
-        raise ConfigError(
-            "only environments have an algo here", file=file, key="algo", fix=f"Write --env {' or --env '.join(own)}."
-        )
+        fact = "only environments have an algo here"
+        raise ConfigError(fact, file=file, key="algo", fix=f"Write --env {' or --env '.join(own)}.")
     return (envs[env] if env is not None else None) or section or {}
 
 

@@ -67,9 +67,8 @@ def run_push(arguments: argparse.Namespace) -> int:
         for path, reason in contents.left_out.items():
             print(f"left out: {path} ({reason})")
         if token is None and not arguments.dry_run:
-            raise BadInput(
-                "not set, and a push needs a token", key=arguments.token_var, fix="Make one that may write on the hub."
-            )
+            fact = "not set, and a push needs a token"
+            raise BadInput(fact, key=arguments.token_var, fix="Make one that may write on the hub.")
         if token is None:
             print(plan_push(contents, None, None, arguments.repo, replace=arguments.replace))
             print(f"{arguments.token_var} is not set: the hub was not asked what it has already")

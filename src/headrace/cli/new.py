@@ -100,9 +100,8 @@ def module_name(given: str) -> str:
     """Return a module name: `my_env` for `my-env` and `MyEnv`."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]+", "_", given).lower()
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise BadInput(
-            "cannot be the name of a module", key="NAME", value=given, fix="Use letters, digits and -, a letter first."
-        )
+        fact = "cannot be the name of a module"
+        raise BadInput(fact, key="NAME", value=given, fix="Use letters, digits and -, a letter first.")
     if importlib.util.find_spec(name) is not None:
         raise BadInput(f"there is a module {name} already", key="NAME", value=given, fix=OTHER_NAME)
     return name

@@ -99,9 +99,8 @@ def read_options(args: str, overrides: list[str]) -> ProbeConfig:
     try:
         tree: Tree = {"args": json.loads(args)}
     except ValueError as error:
-        raise ConfigError(
-            f"not JSON: {error}", key="--args", value=args, fix="Or give them one by one: --args.KEY VALUE."
-        ) from error
+        fact = f"not JSON: {error}"
+        raise ConfigError(fact, key="--args", value=args, fix="Or give them one by one: --args.KEY VALUE.") from error
     for key, value in parse_overrides(overrides):
         put(tree, key, value)
     return validate(ProbeConfig, tree, "command line")[0]

@@ -150,9 +150,8 @@ def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> arg
 
     for key in table:
         if key in NOT_IN_FILE:
-            raise ConfigError(
-                "the final models are evaluated, into the sweep's directory", file=file, key=f"eval.{key}"
-            )
+            fact = "the final models are evaluated, into the sweep's directory"
+            raise ConfigError(fact, file=file, key=f"eval.{key}")
     parser = Parser(allow_abbrev=False, add_help=False)
     eval_command.configure_eval(parser)
     words = [word for key, value in table.items() for word in _option(key, value)]

@@ -278,6 +278,5 @@ def refuse_local_paths(config: AnyRun) -> None:
         is_path = isinstance(value, str) and (key.endswith("model.name") or value.startswith("/"))
         if is_path and not PurePosixPath(value).is_relative_to(VOLUME) and Path(value).exists():
             fact = "a path of this machine, which the pods do not see"
-            raise ConfigError(
-                fact, key=key, value=value, fix=f"Copy it to the volume, and name it by its path under {VOLUME}."
-            )
+            fix = f"Copy it to the volume, and name it by its path under {VOLUME}."
+            raise ConfigError(fact, key=key, value=value, fix=fix)

@@ -124,9 +124,8 @@ def _step_of(path: Path, directory: Path) -> int:
         raise BadRequest("neither a step nor a checkpoint directory", key="--resume", value=path, fix=fix)
     where = RunDir(directory).checkpoints.resolve()
     if path.resolve().parent not in (where, where / "permanent"):
-        raise BadRequest(
-            f"not a checkpoint of {directory}", key="--resume", value=path, fix="Set --output_dir to its run."
-        )
+        fact = f"not a checkpoint of {directory}"
+        raise BadRequest(fact, key="--resume", value=path, fix="Set --output_dir to its run.")
     return int(text)
 
 

@@ -119,9 +119,8 @@ def read_sampled_run(path: Path) -> AnyRun:
     """Return the configuration of a run that has an orchestrator and an inference server."""
     config = read_run(path)
     if isinstance(config, OfflineConfig) and not config.evaluates:
-        raise ConfigError(
-            "a run on examples without [[eval.env]] has no orchestrator and no inference server", key="RUN", value=path
-        )
+        fact = "a run on examples without [[eval.env]] has no orchestrator and no inference server"
+        raise ConfigError(fact, key="RUN", value=path)
     return config
 
 

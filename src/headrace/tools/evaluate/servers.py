@@ -176,9 +176,8 @@ async def find_model(urls: Sequence[str], api_key_var: str, wanted: str | None, 
         names = await probe.retry(probe.clients[0].models)
     except OpenAIError as error:
         address = probe.clients[0].address
-        raise BadInput(
-            f"the server has neither the Headrace API nor the OpenAI API: {error}", key="CHECKPOINT", value=address
-        ) from error
+        fact = f"the server has neither the Headrace API nor the OpenAI API: {error}"
+        raise BadInput(fact, key="CHECKPOINT", value=address) from error
     finally:
         await probe.close()
     if len(names) != 1:

@@ -83,9 +83,8 @@ def _listed(tables: Tables) -> tuple[list[str | None], list[Values]]:
             raise ConfigError(f"the name of list.{names.index(name)}, too", key=f"list.{number}.name", value=name)
         point = flatten({key: value for key, value in table.items() if key != "name"})
         if point in points:
-            raise ConfigError(
-                f"sets the same as list.{points.index(point)}", key=f"list.{number}", fix="Use seeds to repeat a run."
-            )
+            fact = f"sets the same as list.{points.index(point)}"
+            raise ConfigError(fact, key=f"list.{number}", fix="Use seeds to repeat a run.")
         names.append(name)
         points.append(point)
     return names, points
