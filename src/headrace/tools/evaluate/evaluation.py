@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.config.model import RendererConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.isolation import fallback_notice
 from headrace.environments.registry import load_environment
@@ -131,10 +130,11 @@ async def _evaluate(
     with closing(CompletionsFile(folder / COMPLETIONS)) as done:
         if left := missing(tasks, evaluation.samples, done, together=environment.scores_groups):
             total = len(tasks) * evaluation.samples
-            own = evaluation._replace(
-                renderer={**_renderer_options(candidate), **evaluation.renderer},
-                sampling=evaluation.sampling | _latents(evaluation, candidate, examples),
-            )
+            config = _run_config(candidate)
+            options_of_run = config and (config.orchestrator if hasattr(config, "orchestrator") else config).renderer
+            renderer = options_of_run.model_dump(exclude={"pool_size"}, exclude_none=True) if options_of_run else {}
+            sampling = evaluation.sampling | _latents(evaluation, config, examples)
+            own = evaluation._replace(renderer={**renderer, **evaluation.renderer}, sampling=sampling)
             options = evaluation.serve_options, evaluation.key_var, folder / "serve.log"
             async with _acquire_engines(candidate, free_engines) as engines:
                 with progress(candidate.name, total - sum(map(len, left.values())), total) as ended:
@@ -225,20 +225,10 @@ def _run_config(candidate: Candidate) -> Any:
     return read_run(candidate.run) if candidate.run is not None and has_config else None
 
 
-def _latents(evaluation: Evaluation, candidate: Candidate, examples: Examples) -> dict[str, LatentParams]:
-    """Return the sampling parameter of thoughts in latent space: by default as the candidate's run trained them."""
-    config = _run_config(candidate)
+def _latents(evaluation: Evaluation, config: Any, examples: Examples) -> dict[str, LatentParams]:
+    """Return the sampling parameter of thoughts in latent space: by default as the model's run trained them."""
     trained = None if config is None else config.model.latents
     if not (trained is not None and trained.has_gates if evaluation.latents is None else evaluation.latents):
         return {}
     closing = examples.pairs[0][1]
     return {"latents": LatentParams(until=closing) if trained is None else LatentParams(**trained.request)}
-
-
-def _renderer_options(candidate: Candidate) -> dict[str, Any]:
-    """Return the renderer options of the candidate's run; empty without a run."""
-    config = _run_config(candidate)
-    if config is None:
-        return {}
-    renderer: RendererConfig = config.orchestrator.renderer if hasattr(config, "orchestrator") else config.renderer
-    return renderer.model_dump(exclude={"pool_size"}, exclude_none=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +92,10 @@ def refuse_running(folder: Path) -> None:
 
 def refuse_secrets_in(files: Mapping[str, Path], root: Path, environment: Mapping[str, str]) -> None:
     """Raise `BadInput` for a file that contains the value of a secret variable, a server's key, or a secret setting."""
-    values = {*_secret_values(environment), *_server_keys(root)}
+    values = set(_secret_values(environment))
+    for run in (path.parent for path in root.rglob("endpoints") if is_run(path.parent)):
+        for endpoint in read_endpoints(RunDir(run).endpoints).values():
+            values |= {key for key in (endpoint.api_key, endpoint.admin_key) if key}
     for path in files.values():
         if path.suffix in (".toml", ".yaml", ".yml"):
             try:
@@ -103,12 +106,6 @@ def refuse_secrets_in(files: Mapping[str, Path], root: Path, environment: Mappin
         if _contains(path, [value.encode() for value in values]):
             fact = "holds a key or token of this machine, and everyone who may read the repository would have it"
             raise BadInput(fact, file=path, fix="Remove it from the file, or leave the file out with --exclude.")
-
-
-def _server_keys(root: Path) -> Iterable[str]:
-    for folder in root.rglob("endpoints") if root.is_dir() else ():
-        for endpoint in read_endpoints(RunDir(folder.parent).endpoints).values() if is_run(folder.parent) else ():
-            yield from (key for key in (endpoint.api_key, endpoint.admin_key) if key)
 
 
 def _contains(path: Path, values: Sequence[bytes]) -> bool:
@@ -132,13 +129,10 @@ def refuse_secrets(tree: dict[str, Any], where: Path, environment: Mapping[str, 
     """Raise `BadInput` with the key, but not the value, if the configuration `tree` has a secret."""
     values = _secret_values(environment)
     for key, value in leaves(tree).items():
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and text and _is_secret(key, text, values):
+        section, _, name = key.rpartition(".")
+        is_secret_key = _SECRET_KEY.search(name) and section.rpartition(".")[2] not in SECTIONS_OF_VARIABLE_NAMES
+        for text in filter(None, value if isinstance(value, list) else [value]):
+            is_secret = isinstance(text, str) and (is_secret_key or _SECRET_VALUE.search(text))
+            if is_secret or (isinstance(text, str) and any(value in text for value in values)):
                 fact = "looks like a secret, and everyone who may read the repository would have it"
                 raise BadInput(fact, key=key, file=where, fix="Name an environment variable there instead.")
-
-
-def _is_secret(key: str, text: str, values: Sequence[str]) -> bool:
-    section, _, name = key.rpartition(".")
-    has_secret_key = _SECRET_KEY.search(name) and section.rpartition(".")[2] not in SECTIONS_OF_VARIABLE_NAMES
-    return bool(has_secret_key or _SECRET_VALUE.search(text)) or any(value in text for value in values)

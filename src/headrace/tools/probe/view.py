@@ -54,7 +54,11 @@ def _prompts(prompts: Prompts) -> Iterator[RenderableType]:
     for number, shown in enumerate(prompts.shown, 1):
         title = f"prompt {number}, task {shown.task} ({shown.key}): {shown.tokens} tokens"
         yield Text(title, "bold")
-        text = shown.text if number == 1 else _without_shared_prefix(shown.text, prompts.shown[0].text)
+        text, first = shown.text, prompts.shown[0].text
+        pairs = zip(text.splitlines(keepends=True), first.splitlines(keepends=True), strict=False)
+        same = sum(len(line) for line, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if number > 1 and same >= MIN_SHARED_CHARS:
+            text = f"[as in prompt 1]\n{text[same:]}"
         if (omitted := len(text) - MAX_PROMPT_CHARS) > 0:
             half = MAX_PROMPT_CHARS // 2
             text = f"{text[:half]}\n[... {omitted:,} characters ...]\n{text[-half:]}"
@@ -159,10 +163,3 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
         text = Text(finding.seen)
         table.add_row(Text(finding.severity, COLOURS[finding.severity]), Text.assemble(text, "\n", (finding.do, "dim")))
     return table
-
-
-def _without_shared_prefix(text: str, first: str) -> str:
-    """Replace the lines that are the same as in the first prompt, if they are long, by a reference to it."""
-    pairs = zip(text.splitlines(keepends=True), first.splitlines(keepends=True), strict=False)
-    same = "".join(line for line, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return text if len(same) < MIN_SHARED_CHARS else f"[as in prompt 1]\n{text[len(same) :]}"

@@ -23,7 +23,6 @@ from renderers.base import Renderer
 from headrace.algorithms.base import Algorithm, Host, MakeContext
 from headrace.algorithms.kl import make_algorithm
 from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
-from headrace.config.algorithms import AlgorithmConfig
 from headrace.config.orchestrator import OrchestratorConfig, TrainEnvConfig
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -190,17 +189,15 @@ async def _open(
     if algorithm.replayable and journal is not None:
         states = await states_before(journal, entry.name, algorithm)
         algorithm.tally.take()  # the replay does not count
-    tasks = _load_tasks(entry, algo) if algo.reads_tasks else None
+    tasks = None
+    if algo.reads_tasks:
+        try:
+            tasks = {task.key: task for task in tasks_of(load_environment(entry.id, entry.args), entry.name)}
+        except Exception as error:  # user code, which may need data of the run's time
+            fact = f"{algo.type} may look at the tasks, and the environment cannot be loaded as the run had it: {error}"
+            raise BadInput(fact, key="env", value=entry.name) from error
     made = None if penalty is None else penalty.make(config.seq_len)
     return _Rescorer(entry.name, algorithm, tasks, algo.NEEDS_ROLES, states, made)
-
-
-def _load_tasks(entry: TrainEnvConfig, algo: AlgorithmConfig) -> dict[str, Task]:
-    try:
-        return {task.key: task for task in tasks_of(load_environment(entry.id, entry.args), entry.name)}
-    except Exception as error:  # user code, which may need data of the run's time
-        fact = f"{algo.type} may look at the tasks, and the environment cannot be loaded as the run had it: {error}"
-        raise BadInput(fact, key="env", value=entry.name) from error
 
 
 class _Host:

@@ -165,9 +165,11 @@ def _labels(points: Sequence[Values], names: Sequence[str | None]) -> list[str]:
     keys = list(dict.fromkeys(key for point in points for key in point))
     shorter = [name.replace("/", ".") for name in short_names([key.replace(".", "/") for key in keys])]
     short = dict(zip(keys, shorter, strict=True))
+    # A folder's name has a list without its brackets.
+    as_lists = [{key: v if isinstance(v, list) else [v] for key, v in point.items()} for point in points]
     labels = [
-        name or ",".join(f"{short[key]}={_format_in_label(value)}" for key, value in point.items()) or BASE
-        for point, name in zip(points, names, strict=True)
+        name or ",".join(f"{short[key]}={'+'.join(map(format_value, each))}" for key, each in lists.items()) or BASE
+        for lists, name in zip(as_lists, names, strict=True)
     ]
     return [
         label if len(label) <= MAX_LABEL_CHARS and labels.count(label) == 1 else f"{label[:51]}-{_digest(point)}"
@@ -186,11 +188,6 @@ def folder_name(label: str, taken: Collection[str]) -> str:
 
 def format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
-
-
-def _format_in_label(value: Any) -> str:
-    """Format a value for a folder's name: a list without brackets."""
-    return "+".join(map(format_value, value)) if isinstance(value, list) else format_value(value)
 
 
 def _digest(value: Any) -> str:

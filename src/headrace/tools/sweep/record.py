@@ -110,7 +110,10 @@ def check_settings(directory: Path, known: SweepRecord, revised: SweepRecord, *,
         folder = directory / record.name
         if is_run(folder):
             before = known.runs.get(record.name)
-            reason = "it is not one that this sweep has started" if before is None else _changes(before, record)
+            changed = {} if before is None else differences([before.settings, record.settings])
+            values = {key: ["default" if v is None else str(v) for v in pair] for key, pair in changed.items()}
+            reason = ", ".join(f"{key} was {was}, now {new}" for key, (was, new) in values.items())
+            reason = "it is not one that this sweep has started" if before is None else reason
             if not reason:
                 continue
             if not clean:
@@ -118,12 +121,6 @@ def check_settings(directory: Path, known: SweepRecord, revised: SweepRecord, *,
                 raise BadRequest(f"{folder} has a run, and {reason}", key="output_dir", value=folder.parent, fix=fix)
             DirectoryPlan(folder, clean=True).apply()
         record.outcome, record.failure = "", ""
-
-
-def _changes(before: RunRecord, now: RunRecord) -> str:
-    changed = differences([before.settings, now.settings])
-    shown = {key: ["default" if value is None else str(value) for value in values] for key, values in changed.items()}
-    return ", ".join(f"{key} was {was}, now {new}" for key, (was, new) in shown.items())
 
 
 def note_outcomes(directory: Path, record: SweepRecord) -> None:

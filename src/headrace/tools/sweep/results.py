@@ -101,7 +101,10 @@ def read_results(directory: Path, record: SweepRecord, metrics: Sequence[str]) -
 
     begun = [name for name, history in histories.items() if history.moves]
     shown = list(metrics) or _default_metrics(begun, curve)
-    evaluated = _read_evaluation(directory)
+    evaluated: dict[Path, ModelResult] = {}
+    if (path := directory / EVALUATION / "results.json").is_file():
+        models = msgspec.json.decode(path.read_bytes(), type=_Evaluation).models
+        evaluated = {Path(model.source).resolve().parent: model for model in models}
     runs = []
     curves: dict[str, dict[str, list[Curve]]] = {}
     for run in record.planned:
@@ -126,12 +129,11 @@ def read_results(directory: Path, record: SweepRecord, metrics: Sequence[str]) -
         if model := evaluated.get((directory / run.name).resolve()):
             result.evaluation = model.estimates
         runs.append(result)
-    models = evaluated.values()
     return Results(
         runs,
         {metric: curves[metric] for metric in shown if metric in curves},
-        max((model.samples for model in models), default=0),
-        [f"{model.name} was not evaluated: {model.failure}" for model in models if model.failure],
+        max((model.samples for model in evaluated.values()), default=0),
+        [f"{model.name} was not evaluated: {model.failure}" for model in evaluated.values() if model.failure],
     )
 
 
@@ -140,15 +142,6 @@ def _default_metrics(runs: Sequence[str], curve: Callable[[str, str], Curve]) ->
     chosen = [metric for metric in PREFERRED if runs and all(curve(run, metric) for run in runs)][:1]
     held_out = [HELD_OUT] if any(curve(run, HELD_OUT) for run in runs) else []
     return chosen + held_out + [metric for metric in LENGTH_METRICS if any(curve(run, metric) for run in runs)][:1]
-
-
-def _read_evaluation(directory: Path) -> dict[Path, ModelResult]:
-    """Return the results of `headrace eval` by run directory; empty if there was no evaluation."""
-    path = directory / EVALUATION / "results.json"
-    if not path.is_file():
-        return {}
-    models = msgspec.json.decode(path.read_bytes(), type=_Evaluation).models
-    return {Path(model.source).resolve().parent: model for model in models}
 
 
 def format_csv(runs: Sequence[RunResult]) -> str:
