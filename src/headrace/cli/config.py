@@ -14,7 +14,6 @@ from headrace.config.files import dump
 from headrace.config.sft import SftConfig
 from headrace.errors import BadInput, shown_value
 from headrace.launch.errors import notify
-from headrace.launch.manifest import manifest
 from headrace.launch.own_code import add_code_folders
 from headrace.launch.saved_config import kind_of, merge_files
 from headrace.runfile.explain import children, explain, find, kinds_of, summary_of, value_words, values_at
@@ -149,6 +148,8 @@ def configure_manifest(parser: argparse.ArgumentParser) -> None:
 
 
 def run_manifest(arguments: argparse.Namespace) -> int:
+    from headrace.launch.manifest import manifest  # brings the HTTP client of nodes
+
     add_code_folders(arguments.files)
     overrides = [*arguments.overrides, "--launch.on", "nodes"]
     config, notices = load(kind_of(arguments.files) or RunConfig, arguments.files, overrides)
