@@ -41,11 +41,12 @@ NOT_INSTALLED = "not installed"
 
 def versions() -> dict[str, str]:
     """Return the versions that decide how a run behaves, by name."""
+    torch, cuda = version_and_cuda_of_torch()
     return {
         "headrace": __version__,
         "python": platform.python_version(),
-        "torch": version_of("torch"),
-        "cuda": cuda_of_torch(),
+        "torch": torch,
+        "cuda": cuda,
         "transformers": version_of("transformers"),
         "vllm": version_of("vllm"),
     }
@@ -58,12 +59,16 @@ def version_of(package: str) -> str:
         return NOT_INSTALLED
 
 
-def cuda_of_torch() -> str:
-    """Return the CUDA version that torch was built for, from the file in which torch records it."""
+def version_and_cuda_of_torch() -> tuple[str, str]:
+    """Return torch's version, with its build, and the CUDA version it was built for, from the file that records both.
+
+    The package's metadata may lack the build: wheels for aarch64 are 2.10.0 there, and 2.10.0+cpu in the file.
+    """
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return NOT_INSTALLED
-    return runpy.run_path(str(Path(spec.origin).parent / "version.py"))["cuda"] or "none (a CPU build of torch)"
+        return NOT_INSTALLED, NOT_INSTALLED
+    recorded = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
+    return recorded["__version__"], recorded["cuda"] or "none (a CPU build of torch)"
 
 
 def configure_env(parser: argparse.ArgumentParser) -> None:
