@@ -206,10 +206,8 @@ def merge_names(explicit: Any, given: Any, name: str, other: str) -> Any:
         return [merge_names(*pair, name, other) for pair in zip(explicit, given, strict=True)]
     one, two = (value if isinstance(value, list) else [value] for value in (explicit, given))
     if one != two:
-        fact, fix = (
-            f"another name of {name}, which is {shown_value(explicit)}",
-            "Give one of them, or the same value twice.",
-        )
+        fact = f"another name of {name}, which is {shown_value(explicit)}"
+        fix = "Give one of them, or the same value twice."
         raise InvalidValue(fact, key=other, value=given, fix=fix)
     return explicit
 

@@ -81,10 +81,8 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
         args_key = f"{key.rpartition('.')[0]}.args".removeprefix(".")
         problems = []
         for bad in error.problems:
-            fact, place = (
-                f"{bad.fact} (environment {identifier})",
-                args_key if bad.key is None else f"{args_key}.{bad.key}",
-            )
+            fact = f"{bad.fact} (environment {identifier})"
+            place = args_key if bad.key is None else f"{args_key}.{bad.key}"
             problems.append(EnvironmentNotFound(fact, key=place, value=bad.value, fix=bad.fix))
         raise EnvironmentNotFound.combine(problems) from error
     except BadInput as error:

@@ -151,12 +151,9 @@ def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]
         table = table_at(tree, *parents)
         if name == "type" and table and table.get("type") != value:
             sections = sections_at(kind, parents)
-            own = {
-                field
-                for section in sections
-                if value in (types := type_values(section)) or (":" in str(value) and not types)  # of an imported class
-                for field in section.model_fields
-            }
+            imported = ":" in str(value)  # an import path chooses a section that takes any text as its type
+            chosen = [s for s in sections if value in type_values(s) or (imported and not type_values(s))]
+            own = {field for section in chosen for field in section.model_fields}
             others = {field for section in sections for field in section.model_fields} - own
             for field in others & table.keys() if own else ():
                 del table[field]

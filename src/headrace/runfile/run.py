@@ -175,10 +175,8 @@ class RunConfig(Config):
             own = None if kl is None else kl.kept_by_trainer
             if own is not None and needed is not None and own != needed:
                 fact = f"the trainer keeps one reference, and the kl of {env.name!r} refers to another than that of an "
-                fact, fix = (
-                    f"{fact}environment before it",
-                    "Give both the same kl.reference, or serve one as a frozen model.",
-                )
+                fact += "environment before it"
+                fix = "Give both the same kl.reference, or serve one as a frozen model."
                 raise InvalidValue(fact, key="orchestrator.train.env", value=env.name, fix=fix)
             needed = own or needed
         filled: dict[str, Any] = {} if needed is None else {"reference": needed}

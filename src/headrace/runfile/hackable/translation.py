@@ -153,11 +153,8 @@ class _Translation:
             size, key = product, "trainer.per_device_train_batch_size"
         if size is not None and size % group_size:
             fact = f"a step of {size} completions is not whole groups of generation.num_generations = {group_size}"
-            value, fix = (
-                getattr(trainer, key.removeprefix("trainer.")),
-                f"Make the completions of a step a multiple of {group_size}.",
-            )
-            self._refuse(fact, key, value, fix)
+            fix = f"Make the completions of a step a multiple of {group_size}."
+            self._refuse(fact, key, getattr(trainer, key.removeprefix("trainer.")), fix)
         return size or GROUPS_PER_STEP * group_size
 
     def _environment_args(self, groups_per_step: float | None) -> dict[str, Any]:
@@ -170,8 +167,8 @@ class _Translation:
         if groups_per_step is not None:
             args["groups_per_step"] = groups_per_step
         elif "stage2_start_epoch" in args["objective_kwargs"]:
-            value, fix = args["objective_kwargs"]["stage2_start_epoch"], "or stage2_start_step instead."
-            key, fix = "objective.kwargs.stage2_start_epoch", f"Set orchestrator.batch_size, {fix}"
+            key, value = "objective.kwargs.stage2_start_epoch", args["objective_kwargs"]["stage2_start_epoch"]
+            fix = "Set orchestrator.batch_size, or stage2_start_step instead."
             self._refuse("epochs are counted in steps of a known size", key, value, fix)
         return args
 
