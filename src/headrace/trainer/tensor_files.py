@@ -391,9 +391,9 @@ class _BlockReader:
                 part = targets[0][1] if direct else self._buffer()[: last - first]
                 content = part.numpy().data
                 read_into(file, first, content)
-                yield content
                 for offset, target in () if direct else targets:
                     target.copy_(part[offset : offset + len(target)], non_blocking=True)
+                yield content  # hashed while it is copied to a GPU
                 for device in {target.device for _, target in targets if target.is_cuda}:
                     torch.cuda.current_stream(device).synchronize()
 
