@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from headrace.transport.run_dir import RunDir
 
-NOT_COVERED = {"logs", "status", "turns", "metrics.jsonl", "heartbeat.json", "summary.md", "reward.svg"}
-"""Logs, plots and the present state of processes, by the first part of their path."""
+NOT_COVERED = ("logs", "status", "turns", "metrics.jsonl", "heartbeat.json", "summary.md", "reward.svg", ".canary-")
+"""Logs, plots and the present state of processes and hosts, by the beginning of their path."""
 
 
 class Flip(NamedTuple):
@@ -37,7 +37,7 @@ def files_of(run: RunDir) -> list[Path]:
     return [
         path
         for path in paths
-        if path.parts[0] not in NOT_COVERED and not path.name.endswith(".lock") and (run.root / path).stat().st_size
+        if not (str(path).startswith(NOT_COVERED) or path.name.endswith(".lock")) and (run.root / path).stat().st_size
     ]
 
 
