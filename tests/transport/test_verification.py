@@ -8,6 +8,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config.files import dump_sealed, has_digest
+from headrace.launch.node_messages import DriverAddress
 from headrace.launch.own_code import save_folders
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.rollout.digest import digest_of, seal
@@ -71,6 +72,18 @@ def test_a_change_of_any_other_file_is_found_with_what_recovers(run: RunDir, cap
         assert capsys.readouterr().out.count(str(path)) == 1
         path.write_bytes(content)
     assert verify(run, has_digest).damages == []
+
+
+def test_every_flipped_bit_of_the_drivers_address_is_found(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.driver.write_bytes(content := seal(DriverAddress("http://127.0.0.1:40123", 32 * "5a")))
+    assert verify(run, has_digest).whole == {run.driver}
+    for bit in range(0, 8 * len(content), 7):  # in every byte
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        run.driver.write_bytes(damaged)
+        (damage,) = verify(run, has_digest).damages
+        assert str(run.driver) in damage.problem
 
 
 def test_a_missing_batch_that_no_checkpoint_covers_is_named(run: RunDir):
