@@ -1,5 +1,6 @@
 """The garbage collector of a process that has loaded everything, the kernel's view of memory, and cache directories."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -87,6 +88,29 @@ def machine(root: Path, **files: str) -> HostMemory:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     return HostMemory(root)
+
+
+HEAP = """
+import ctypes
+from headrace.machine import return_large_blocks
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena o s n mapped u f used free keep".split()]
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Mallinfo
+return_large_blocks()
+for size in (30, 20, 10):
+    block = bytearray(size << 20)
+    print(mallinfo().mapped >> 20)
+    del block
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc has these functions")
+def test_large_blocks_stay_out_of_the_heap_after_one_was_freed():
+    printed = subprocess.check_output([sys.executable, "-c", HEAP], text=True)
+    assert min(map(int, printed.split())) >= 10  # of the smallest block, which would be in the heap
 
 
 def test_memory_without_control_groups_is_that_of_the_machine(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ import headrace
 
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
 MAX_OPEN_FILES = 65_536
+M_MMAP_THRESHOLD = -3
+"""The option of C's `mallopt` for the size from which a block has a mapping of its own. Set, it stays constant."""
+LARGE_BLOCK_BYTES = 1 << 17
 CACHE_VARIABLE = "HEADRACE_CACHE"
 """The environment variable with the cache directory of Headrace; in a run, its storage root."""
 COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -222,6 +225,19 @@ def raise_open_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def return_large_blocks() -> None:
+    """Return every large block of memory to the system once it is freed, in this process; only with glibc.
+
+    By default glibc keeps blocks in its heap from the first large one that was freed on, up to 32 MB each. The heap of
+    a server grows then, since small blocks that stay are allocated between them.
+    """
+    import ctypes  # a slow import
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,9 @@ from headrace.transport.endpoint import Endpoint, read_endpoints
 from headrace.transport.run_dir import RunDir
 
 SERVE = """
+import ctypes
 import gc
+import json
 import signal
 import sys
 from pathlib import Path
@@ -45,14 +48,22 @@ from headrace.transport.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
 
-def count_blocks(*_):
-    gc.collect()
-    (run.root / "blocks").write_text(f"{sys.getallocatedblocks()} ")
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena o s n mapped u f used free keep".split()]
 
-signal.signal(signal.SIGUSR1, count_blocks)
-config = InferenceConfig(model={"name": sys.argv[2]}, max_running=32, max_model_len=64, max_body_mb=1)
+mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", Mallinfo)  # only in glibc
+mallinfo.restype = Mallinfo
+
+def count_memory(*_):
+    gc.collect()
+    c = mallinfo()
+    (run.root / "memory").write_text(f"{sys.getallocatedblocks()} {c.used + c.mapped} {c.free} ")
+
+signal.signal(signal.SIGUSR1, count_memory)
+config = InferenceConfig(model={"name": sys.argv[2]}, **json.loads(sys.argv[3]))
 serve(config, status=Status(run.status, "inference"), run=run)
 """
+CONFIG = {"max_running": 32, "max_model_len": 64, "max_body_mb": 1}
 CONCURRENT = 24
 ANSWER_TIMEOUT_S = 120.0
 """For the answer to a request that is complete: far more than any takes, since one that hangs is what is looked for."""
@@ -191,12 +202,24 @@ def _damage(rng: random.Random, content: bytes) -> bytes:
     return bytes(damaged)
 
 
+class Memory(NamedTuple):
+    """MB that the idle server and its engine have resident, and what the server has in use of its part."""
+
+    server_mb: float
+    engine_mb: float
+    blocks: int
+    """Of Python's own allocator."""
+    malloc_mb: float
+    """Of the C library's allocator, with `free_mb` between them that it keeps; 0 where that is not glibc."""
+    free_mb: float
+
+
 @dataclass
 class Outcome:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    memory: dict[int, tuple[float, float, int]] = field(default_factory=dict)
-    """By the number of requests: MB that the server and its engine have resident, blocks of the server's Python."""
+    memory: dict[int, Memory] = field(default_factory=dict)
+    """By the number of requests."""
     seconds: float = 0.0
 
 
@@ -257,23 +280,26 @@ async def send(host: str, port: int, request: Request) -> str:
         writer.close()
 
 
-def memory_of(server: psutil.Process, blocks: Path) -> tuple[float, float, int]:
-    """Return MB of the server and its engine, and how many blocks of memory Python has in the idle server."""
-    blocks.unlink(missing_ok=True)
+def memory_of(endpoint: Endpoint, directory: Path) -> Memory:
+    """Measure a server of `running_server`, which must be idle."""
+    server, report = psutil.Process(endpoint.pid), directory / "run" / "memory"
+    report.unlink(missing_ok=True)
     server.send_signal(signal.SIGUSR1)
-    while not (blocks.exists() and blocks.read_text().endswith(" ")):
+    while not (report.exists() and report.read_text().endswith(" ")):
         time.sleep(0.01)
     (engine,) = server.children()
-    return server.memory_info().rss / MB, engine.memory_info().rss / MB, int(blocks.read_text())
+    blocks, used, free = map(int, report.read_text().split())
+    return Memory(server.memory_info().rss / MB, engine.memory_info().rss / MB, blocks, used / MB, free / MB)
 
 
 @contextlib.contextmanager
-def running_server(directory: Path) -> Any:
+def running_server(directory: Path, **config: Any) -> Iterator[Endpoint]:
     """A server of the tiny model in a process of its own; gives its endpoint."""
     write_tiny_model(directory / "tiny")
     run = RunDir(directory / "run")
     run.root.mkdir()
-    process = subprocess.Popen([sys.executable, "-c", SERVE, str(run.root), str(directory / "tiny")])
+    arguments = str(run.root), str(directory / "tiny"), json.dumps(CONFIG | config)
+    process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
     try:
         while not (endpoints := read_endpoints(run.endpoints)):
             assert process.poll() is None
@@ -294,15 +320,16 @@ def main(requests: int, seed: int) -> Outcome:
             outcome.statuses += done.statuses
             outcome.failures += done.failures
             outcome.seconds += done.seconds
-            outcome.memory[end] = memory_of(psutil.Process(endpoint.pid), Path(directory) / "run" / "blocks")
+            outcome.memory[end] = memory_of(endpoint, Path(directory))
     table = Table(title=f"{requests:,} requests, seed {seed}: {outcome.seconds:.0f} s, {len(outcome.failures)} failed")
-    for column in ("answer", "requests", "after requests", "server MB", "engine MB", "server blocks"):
+    columns = "server MB", "engine MB", "server: Python blocks", "malloc in use MB", "free MB"
+    for column in ("answer", "requests", "after requests", *columns):
         table.add_column(column, justify="right")
     statuses, memory = sorted(outcome.statuses.items()), [*outcome.memory.items()]
     for row in range(max(len(statuses), len(memory))):
         left = (statuses[row][0], f"{statuses[row][1]:,}") if row < len(statuses) else ("", "")
         count, used = memory[row] if row < len(memory) else (None, ())
-        right = ("",) * 4 if count is None else (f"{count:,}", *(f"{size:,.1f}".removesuffix(".0") for size in used))
+        right = ("",) if count is None else (f"{count:,}", *(f"{size:,.1f}".removesuffix(".0") for size in used))
         table.add_row(*left, *right)
     Console().print(table)
     for failure in outcome.failures[:20]:

@@ -26,7 +26,7 @@ from headrace.inference.server.app import App
 from headrace.inference.server.chat import Chat
 from headrace.inference.server.http_server import HttpServer, bind, check_tls, url_of
 from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
-from headrace.machine import frozen_gc, raise_open_file_limit
+from headrace.machine import frozen_gc, raise_open_file_limit, return_large_blocks
 from headrace.observe.status import THE_GPU, Status
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
@@ -85,6 +85,7 @@ def serve(
     keys.read()  # raises if there are none, before the model is loaded
     check_tls(config.http)
     raise_open_file_limit()
+    return_large_blocks()
     with bind(config.host, config.port) as listener:
         server = _EngineServer(config, listener, keys, status, endpoint, announce, export)
         failure = asyncio.run(server.serve(config.model.name, run, shared, engine))
