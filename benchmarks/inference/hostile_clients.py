@@ -1,10 +1,10 @@
 """A normal client's latency beside slow senders, stuck bodies and thousands of idle connections.
 
-    OMP_NUM_THREADS=1 python benchmarks/inference/hostile_clients.py [--idle 5000] [--slow 200]
+    OMP_NUM_THREADS=1 python -m benchmarks.inference.hostile_clients [--idle 5000] [--slow 200]
 
 The server is a process of its own with the tiny model and deadlines of 5 s; the normal client sends one request after
 another. Each row measures the client alone, opens the hostile connections in a third process, measures the client
-again, and waits until the server has closed all of them.
+again, waits until the server has closed all of them, and measures once more.
 """
 
 from __future__ import annotations
@@ -13,41 +13,23 @@ import argparse
 import asyncio
 import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import SamplingParams
 from headrace.machine import raise_open_file_limit
-from headrace.trainer.tiny import write_tiny_model
-from headrace.transport.endpoint import Endpoint, read_endpoints
-from headrace.transport.run_dir import RunDir
+from headrace.transport.endpoint import Endpoint
+from tests.inference.fuzzing import MB, Memory, memory_of, running_server
 
-SERVE = """
-import sys
-from pathlib import Path
-from headrace.config.inference import HttpConfig, InferenceConfig
-from headrace.inference.server.main import serve
-from headrace.observe.status import Status
-from headrace.transport.run_dir import RunDir
-
-run = RunDir(Path(sys.argv[2]))
-http = HttpConfig(header_timeout=5, body_timeout=5, max_unauthenticated=int(sys.argv[3]))
-config = InferenceConfig(model={"name": sys.argv[1]}, max_running=64, max_model_len=128, http=http)
-serve(config, status=Status(run.status, "inference"), run=run)
-"""
-MB = 2**20
-MEASURED_REQUESTS = 200
+DEADLINE_S = 5
+MEASURED_REQUESTS = 100
 DRIP_S = 0.5
 
 
@@ -97,28 +79,31 @@ async def latencies_ms(client: EngineClient) -> list[float]:
     return found
 
 
-async def measure(endpoint: Endpoint, kinds: Sequence[Hostile]) -> Table:
-    table = Table(title="latency of a normal client in ms, alone / beside hostile ones")
-    for column in ("hostile clients", "p50", "p95", "all closed after s", "server MB"):
-        table.add_column(column, justify="right")
-    client, server = EngineClient([endpoint.url]), psutil.Process(endpoint.pid)
+class Effect(NamedTuple):
+    """What hostile connections do to a server: before, with and after them."""
+
+    latencies_ms: list[list[float]]
+    memory: list[Memory]
+    closed_after_s: float
+
+
+async def measure(endpoint: Endpoint, directory: Path, kind: Hostile) -> Effect:
+    """Measure a server of `running_server` in that directory."""
+    client = EngineClient([endpoint.url])
     host, port = endpoint.url.removeprefix("http://").split(":")
     await latencies_ms(client)
+    effect = Effect([await latencies_ms(client)], [memory_of(endpoint, directory)], 0.0)
     processes = multiprocessing.get_context("spawn")
-    for kind in kinds:
-        alone, before = await latencies_ms(client), server.memory_info().rss / MB
-        pipe, theirs = processes.Pipe()
-        process = processes.Process(target=kind.run, args=(host, int(port), theirs))
-        process.start()
-        await asyncio.to_thread(pipe.recv)
-        beside, memory = await latencies_ms(client), server.memory_info().rss / MB
-        lasted = await asyncio.to_thread(pipe.recv)
-        process.join()
-        quantiles = [statistics.quantiles(each, n=20) for each in (alone, beside)]
-        p50, p95 = (" / ".join(f"{each[place]:.1f}" for each in quantiles) for place in (9, 18))
-        table.add_row(f"{kind.count:,} {kind.name}", p50, p95, f"{lasted:.1f}", f"{before:.0f} / {memory:.0f}")
+    pipe, theirs = processes.Pipe()
+    process = processes.Process(target=kind.run, args=(host, int(port), theirs))
+    process.start()
+    for _ in range(2):
+        closed_after_s = await asyncio.to_thread(pipe.recv)  # None once all are open
+        effect.latencies_ms.append(await latencies_ms(client))
+        effect.memory.append(memory_of(endpoint, directory))
+    process.join()
     await client.close()
-    return table
+    return effect._replace(closed_after_s=closed_after_s)
 
 
 def main() -> None:
@@ -133,18 +118,19 @@ def main() -> None:
         Hostile("slow bodies", arguments.slow, post + b'{"token_ids"', drips=True),
         Hostile("stuck large bodies", 20, post + b" " * 2 * MB, drips=False),
     )
-    with tempfile.TemporaryDirectory() as directory:
-        model, run = Path(directory) / "tiny", RunDir(Path(directory) / "run")
-        write_tiny_model(model)
-        run.root.mkdir()
-        process = subprocess.Popen([sys.executable, "-c", SERVE, str(model), str(run.root), str(2 * arguments.idle)])
-        try:
-            while not (endpoints := read_endpoints(run.endpoints)):
-                time.sleep(0.1)
-            Console().print(asyncio.run(measure(endpoints["inference"], kinds)))
-        finally:
-            process.terminate()
-            process.wait()
+    table = Table(title="a normal client's latency and the server's memory, before / with / after hostile clients")
+    for column in ("hostile clients", "p50 ms", "p95 ms", "all closed after s", "server MB", "in use MB"):
+        table.add_column(column, justify="right")
+    http = {"header_timeout": DEADLINE_S, "body_timeout": DEADLINE_S, "max_unauthenticated": 2 * arguments.idle}
+    with tempfile.TemporaryDirectory() as name, running_server(Path(name), http=http, max_body_mb=64) as endpoint:
+        for kind in kinds:
+            effect = asyncio.run(measure(endpoint, Path(name), kind))
+            quantiles = [statistics.quantiles(each, n=20) for each in effect.latencies_ms]
+            sizes = [(each.server_mb, each.malloc_mb) for each in effect.memory]
+            figures = [[each[9] for each in quantiles], [each[18] for each in quantiles], *zip(*sizes, strict=True)]
+            p50, p95, resident, used = (" / ".join(f"{value:.1f}" for value in each) for each in figures)
+            table.add_row(f"{kind.count:,} {kind.name}", p50, p95, f"{effect.closed_after_s:.1f}", resident, used)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":
