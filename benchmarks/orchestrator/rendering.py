@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,26 +77,30 @@ def renders_per_second(render: Callable[..., Any], conversation: Conversation, s
     return count / elapsed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=4)
-    parser.add_argument("--repeats", type=int, default=20)
-    arguments = parser.parse_args()
+def rates(seconds: float, repeats: int) -> Iterator[tuple[str, int, float, float]]:
+    """Yield the name of a conversation, its tokens, and renders per second by the library and in a run."""
     lines = [line for file in sorted(QUESTIONS.glob("*.jsonl")) for line in file.read_text().splitlines()]
     texts = [json.loads(line)["question"] for line in lines]
     with TemporaryDirectory() as folder:
         tokenizer = train_tokenizer(Path(folder), texts)
         renderers = [create_renderer(tokenizer, config_from_name("qwen3")), make_renderer(folder, tokenizer, "qwen3")]
-    print(f"{'conversation':25}{'tokens':>8}{'library, 1/s':>14}{'in a run, 1/s':>15}{'change':>9}")
     for name, conversation in conversations(texts).items():
         best = [0.0, 0.0]
-        for _ in range(arguments.repeats):
+        for _ in range(repeats):
             for index, renderer in enumerate(renderers):
-                rate = renders_per_second(renderer.render, conversation, arguments.seconds / arguments.repeats)
+                rate = renders_per_second(renderer.render, conversation, seconds / repeats)
                 best[index] = max(best[index], rate)
         messages: Any = conversation[0]
-        tokens = len(renderers[1].render_ids(messages, tools=conversation[1]))
-        print(f"{name:25}{tokens:8}{best[0]:14.0f}{best[1]:15.0f}{best[1] / best[0] - 1:9.1%}")
+        yield name, len(renderers[1].render_ids(messages, tools=conversation[1])), best[0], best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--repeats", type=int, default=20)
+    print(f"{'conversation':25}{'tokens':>8}{'library, 1/s':>14}{'in a run, 1/s':>15}{'change':>9}")
+    for name, tokens, plain, safe in rates(**vars(parser.parse_args())):
+        print(f"{name:25}{tokens:8}{plain:14.0f}{safe:15.0f}{safe / plain - 1:9.1%}")
 
 
 if __name__ == "__main__":
