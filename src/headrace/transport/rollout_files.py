@@ -154,8 +154,10 @@ class RolloutFiles:
             raise _other_version(path)
         return rollouts_of(table)
 
-    def stream(self, step: int, rows: Collection[int] | None = None) -> Iterator[tuple[int, SavedRollout]]:
-        """Yield the rollouts of some rows, or of all, with their row: few are in memory at a time.
+    def stream(
+        self, step: int, rows: Collection[int] | None = None, at_once: int = STREAMED_ROLLOUTS
+    ) -> Iterator[tuple[int, SavedRollout]]:
+        """Yield the rollouts of some rows, or of all, with their row: `at_once` are in memory at a time.
 
         The digest of the file is not checked, which would read all of it.
         """
@@ -168,7 +170,7 @@ class RolloutFiles:
                 if rows is not None and not any(start <= row < end for row in rows):
                     start = end
                     continue
-                for batch in file.iter_batches(STREAMED_ROLLOUTS, row_groups=[number], use_threads=False):
+                for batch in file.iter_batches(at_once, row_groups=[number], use_threads=False):
                     chosen = [row for row in range(start, start + len(batch)) if rows is None or row in rows]
                     if chosen:
                         table = pa.Table.from_batches([batch]).take([row - start for row in chosen])

@@ -23,7 +23,7 @@ from headrace.tools.view.events import RunEvents
 from headrace.tools.view.export import export
 from headrace.tools.view.runs import RunFolder, describe_run
 from headrace.tools.view.series import MetricsTable, downsample, sample_records
-from headrace.tools.view.token_text import INCOMPLETE, texts_of
+from headrace.tools.view.token_text import INCOMPLETE, TokenTexts
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles, write_rollouts
 from headrace.transport.run_dir import RunDir
@@ -72,7 +72,7 @@ def test_settings_name_what_differs_and_the_main_ones(client: TestClient):
 
 
 def test_series_are_those_of_the_metrics(client: TestClient, rl: str):
-    series = answer(client, f"{rl}/series?name=reward/all/mean&name=loss")["series"]
+    series = answer(client, f"{rl}/series")["series"]
     history = History(read_metrics(RL.metrics))
     assert list(zip(*series["reward/all/mean"].values(), strict=True)) == history.train_reward()
     assert list(zip(*series["loss"].values(), strict=True)) == history.loss()
@@ -195,10 +195,10 @@ def test_a_rollout_has_its_tokens_with_text_and_recorded_values(client: TestClie
 def test_a_character_of_several_tokens_is_the_text_of_the_first():
     tokenizer = Tokenizer(RL.final_model)
     ids = tokenizer.encode("é🙂x")
-    texts = texts_of(tokenizer, ids)
+    texts = TokenTexts(tokenizer).of(ids)
     assert "".join(texts) == "é🙂x"
     assert [text for text in texts if text] == ["é", "🙂", "x"]
-    assert texts_of(tokenizer, []) == []
+    assert TokenTexts(tokenizer).of([]) == []
 
 
 def test_shares_of_all_tokens_of_a_step_add_up_to_one(client: TestClient, rl: str):
@@ -378,7 +378,7 @@ def test_a_damaged_rollout_is_an_error_of_one_answer(tmp_path: Path):
 def test_an_export_has_the_answers_of_the_server(tmp_path: Path):
     run = shutil.copytree(RL.root, tmp_path / "rl", ignore=shutil.ignore_patterns("step-0000000[123]*", "checkpoints"))
     export(RunFolder(run), tmp_path / "page")
-    mode = (tmp_path / "page" / "static" / "mode.js").read_text()
+    mode = (tmp_path / "page" / "static" / "page.js").read_text().partition("\n")[0]
     paths = json.loads(mode[mode.index("[") : mode.rindex("]") + 1])
     client = browser(run)
     names = set()

@@ -12,7 +12,7 @@ from headrace.tools.view.runs import RunFolder
 from headrace.tools.view.server import page_files
 from tests.tools.view.client import PORT, RECORDED, TOKEN, browser, run_id, stranger
 
-PATHS = ["/", "/api/runs", "/api/settings", "/static/mode.js", "/api/runs/34aef458a17f", "/static/index.html"]
+PATHS = ["/", "/api/runs", "/api/settings", "/static/page.js", "/api/runs/34aef458a17f", "/static/index.html"]
 
 
 @pytest.mark.parametrize("path", PATHS)

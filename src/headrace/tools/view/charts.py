@@ -9,8 +9,7 @@ import numpy as np
 
 from headrace.errors import BadInput
 from headrace.observe.histograms import BOUNDS, PREFIX, decode
-from headrace.tools.view.runs import ViewedRun
-from headrace.tools.view.series import downsample, numbers
+from headrace.tools.view.series import MetricsTable, downsample, numbers
 
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "", ("reward/*/mean",)),
@@ -33,7 +32,8 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 MAX_LINES = 12
 """Of one chart."""
 MAX_BUCKETS = 2000
-MAX_NAMES = 200
+REWARDS = ("reward/all/mean", "loss")
+"""The metric of the sparkline: the first that a run has."""
 
 LANES = {
     "trainer": ("time/step", {
@@ -45,6 +45,8 @@ LANES = {
     }),
 }  # fmt: skip
 """By process: the metric of its whole time per step, and those of its parts, with whether it waits or works in them."""
+LANE_METRICS = [total for total, _ in LANES.values()] + ["perf/slots_used"]
+LANE_METRICS += [f"time/{part}" for _, parts in LANES.values() for part in parts]
 
 
 def suggest_charts(names: list[str]) -> list[dict[str, Any]]:
@@ -63,15 +65,22 @@ def suggest_charts(names: list[str]) -> list[dict[str, Any]]:
     return charts
 
 
-def read_series(
-    run: ViewedRun, names: list[str], buckets: int, first: int = 0, last: int | None = None
-) -> dict[str, Any]:
-    """Return metrics between two steps, merged into at most `buckets` ranges; by default those of all charts."""
-    known = run.metrics.names()
-    names = names or [name for chart in suggest_charts(known) for name in chart["names"]]
-    if len(names) > MAX_NAMES:
-        raise BadInput(f"at most {MAX_NAMES} metrics at a time", key="name", value=len(names))
-    points = run.metrics.points(name for name in names if name in known)
+def charted(metrics: MetricsTable) -> list[str]:
+    """Return the names of the metrics of all charts."""
+    return list(dict.fromkeys(name for chart in suggest_charts(metrics.names()) for name in chart["names"]))
+
+
+def read_page(metrics: MetricsTable) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return all metrics of a run's page, from one pass over the file: each takes a third of a second in a long run."""
+    totals = [name for name in metrics.names() if name.startswith("progress/")]
+    histograms = [PREFIX + name for name in BOUNDS]
+    return metrics.points([*charted(metrics), *totals, *LANE_METRICS, *histograms, *REWARDS, "time"])
+
+
+def read_series(metrics: MetricsTable, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
+    """Return the metrics of all charts between two steps, merged into at most `buckets` ranges."""
+    page = read_page(metrics)
+    points = {name: page[name] for name in charted(metrics) if name in page}
     end = max((int(steps[-1]) for steps, _ in points.values() if len(steps)), default=0)
     series = {}
     for name, (steps, values) in points.items():
@@ -86,9 +95,9 @@ def check_buckets(buckets: int) -> int:
     return buckets
 
 
-def read_histograms(run: ViewedRun, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
+def read_histograms(metrics: MetricsTable, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """Return the recorded histograms between two steps, added up over at most `buckets` ranges of steps."""
-    points = run.metrics.points(PREFIX + name for name in BOUNDS)
+    points = metrics.points(PREFIX + name for name in BOUNDS)
     histograms = []
     for name, bounds in BOUNDS.items():
         steps, texts = points[PREFIX + name]
@@ -100,16 +109,14 @@ def read_histograms(run: ViewedRun, buckets: int, first: int = 0, last: int | No
         try:
             counts = np.add.reduceat(np.stack([decode(name, text).counts for text in texts]), starts)
         except ValueError as error:
-            raise BadInput(f"damaged: {error}", file=run.dir.metrics, key=PREFIX + name) from error
+            raise BadInput(f"damaged: {error}", file=metrics.path, key=PREFIX + name) from error
         histograms.append({"name": name, "bounds": bounds, "step": steps[starts].tolist(), "counts": counts.tolist()})
     return {"histograms": histograms}
 
 
-def read_lanes(run: ViewedRun, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
+def read_lanes(metrics: MetricsTable, buckets: int, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """Return the seconds per step that each process spent on each activity, as means over ranges of steps."""
-    wanted = [total for total, _ in LANES.values()]
-    wanted += [f"time/{part}" for _, parts in LANES.values() for part in parts] + ["perf/slots_used"]
-    points = run.metrics.points(wanted)
+    points = metrics.points(LANE_METRICS)
     steps = np.unique(np.concatenate([points[total][0] for total, _ in LANES.values()]))
     steps = steps[(steps >= first) & (steps <= (np.inf if last is None else last))]
     per_bucket = max(1, -(-len(steps) // check_buckets(buckets)))

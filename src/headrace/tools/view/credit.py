@@ -7,6 +7,7 @@ part of the credit is shown as what no term explains. An algorithm with a state 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, cast
 
@@ -90,12 +91,18 @@ def algorithm_section(tree: dict[str, Any], env: str) -> tuple[str, dict[str, An
 
 def read_group(run: ViewedRun, step: int, rollout: Rollout) -> list[Rollout]:
     """Return the credited rollouts of a rollout's group by episode; dropped ones may be in files of other steps."""
+
+    def steps() -> Iterator[int]:
+        yield step
+        near = [other for other in RolloutKind.TRAIN.files(run.dir.rollouts) if 0 < abs(other - step) <= NEAR_STEPS]
+        yield from sorted(near, key=lambda other: abs(other - step))
+
     found: list[Rollout] = []
-    files = RolloutKind.TRAIN.files(run.dir.rollouts)
-    near = sorted((other for other in files if abs(other - step) <= NEAR_STEPS), key=lambda other: abs(other - step))
-    for other in near:
+    for other in steps():
         groups = {group["id"]: group["rows"] for group in step_list(run, RolloutKind.TRAIN, other)["groups"]}
-        rows = tuple(sorted(groups.get(rollout.group_id, ())))
+        if rollout.group_id not in groups:
+            continue
+        rows = tuple(sorted(groups[rollout.group_id]))
         members = [read.rollout for read in read_rollouts(run, RolloutKind.TRAIN, other, rows).values()]
         found += [member for member in members if member.error is None and member.trainable]
         if found and len(found) >= rollout.credited:

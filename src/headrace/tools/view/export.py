@@ -1,7 +1,7 @@
 """The page as files that open without a server: `headrace view RUN --export DIR`.
 
 A browser lets a page from `file://` load scripts but neither fetch files nor import modules. So every answer is a
-script that hands its JSON to the page, and `static/mode.js` lists them.
+script that hands its JSON to the page, and `static/page.js` begins with their list.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def export(folder: RunFolder, target: Path) -> int:
         (target / "data" / f"{data_name(path)}.js").write_bytes(content)
         paths.append(path)
     mode = b"window.HEADRACE = {mode: " + b'"export", exported: ' + script_json(paths) + b"};\n"
-    static = page_files() | {"mode.js": mode}
+    static = page_files(mode)
     for name, content in static.items():
         file = target / name if name == "index.html" else target / "static" / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 from headrace.errors import BadInput
 from headrace.rollout.routing import GradientShare, gradient_shares, token_gradients
 from headrace.rollout.types import Rollout, Sample
-from headrace.tools.view.charts import suggest_charts
+from headrace.tools.view.charts import charted
 from headrace.tools.view.runs import NotFound, ViewedRun, cached, identity, main_settings
-from headrace.tools.view.token_text import find_tokenizer, texts_of
-from headrace.transport.rollout_files import RolloutFiles
+from headrace.tools.view.token_text import find_token_texts
+from headrace.transport.rollout_files import ROW_GROUP_ROLLOUTS, STREAMED_ROLLOUTS, RolloutFiles
 from headrace.transport.rollout_tables import SavedRollout
 from headrace.transport.run_dir import RolloutKind, read_header
 
@@ -38,6 +38,8 @@ LISTED = {
 PREVIEW_CHARS = 200
 SNIPPET_CHARS = 60
 MAX_HITS = 500
+SMALL_FILE_BYTES = 1 << 20
+"""Size of a rollout file below which all of its rollouts are read when one is needed."""
 EXPORTED = ("trainer_logprobs", "ratio", "entropy", "mismatch_kl", "gradient", "share")
 COLUMNS = {
     "advantages": ("advantage", "credit of the token, as the trainer received it", "rollout", "diverging"),
@@ -75,22 +77,21 @@ def read_rows(path: Path, names: list[str]) -> list[dict[str, Any]]:
 
 
 def file_of(run: ViewedRun, kind: RolloutKind, step: int) -> Path:
-    files = kind.files(run.dir.rollouts)
-    if step not in files:
+    path = kind.path(run.dir.rollouts, step)
+    if not path.is_file():
         fix = "A run keeps the newest orchestrator.keep_rollouts steps."
         raise NotFound("no rollouts are on disk", key="step", value=step, fix=fix)
-    return files[step]
+    return path
 
 
 def list_step(run: ViewedRun, step: int, kind: RolloutKind = RolloutKind.TRAIN) -> dict[str, Any]:
     """Return the groups of a step, and its rollouts by column."""
     listed = step_list(run, kind, step)
-    names = [name for chart in suggest_charts(run.metrics.names()) for name in chart["names"]]
     metrics = {}
-    for name, (steps, values) in run.metrics.points(names).items():
+    for name, (steps, values) in run.metrics.points(charted(run.metrics)).items():
         if len(place := np.flatnonzero(steps == step)):
             metrics[name] = float(values[place[0]])
-    exported = kind is RolloutKind.TRAIN and step in run.dir.tokens.steps()
+    exported = kind is RolloutKind.TRAIN and run.dir.tokens.path(step).is_dir()
     return {
         **listed,
         "step": step,
@@ -154,16 +155,23 @@ def rows_of_group(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> tup
     return tuple(sorted(listed["groups"][listed["rollouts"]["group"][row]]["rows"]))
 
 
-def read_rollouts(run: ViewedRun, kind: RolloutKind, step: int, rows: tuple[int, ...]) -> dict[int, SavedRollout]:
-    """Return rollouts by row. Those of the last group are kept: what explains one of them needs the others."""
-    return _read_rollouts(run.dir.rollouts, kind, step, rows, identity(file_of(run, kind, step)))
+def read_rollouts(
+    run: ViewedRun, kind: RolloutKind, step: int, rows: tuple[int, ...] | None = None
+) -> dict[int, SavedRollout]:
+    """Return rollouts by row, or all. What was read last is kept: what explains a rollout needs those of its group."""
+    path = file_of(run, kind, step)
+    is_small = path.stat().st_size < SMALL_FILE_BYTES
+    found = _read_rollouts(run.dir.rollouts, kind, step, None if is_small else rows, identity(path))
+    return found if rows is None else {row: found[row] for row in rows}
 
 
 @lru_cache(maxsize=1)
 def _read_rollouts(
-    folder: Path, kind: RolloutKind, step: int, rows: tuple[int, ...], file: object
+    folder: Path, kind: RolloutKind, step: int, rows: tuple[int, ...] | None, file: object
 ) -> dict[int, SavedRollout]:
-    return dict(RolloutFiles(folder, kind).stream(step, set(rows)))
+    return dict(
+        RolloutFiles(folder, kind).stream(step, rows, ROW_GROUP_ROLLOUTS if rows is None else STREAMED_ROLLOUTS)
+    )
 
 
 def read_saved(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> SavedRollout:
@@ -174,8 +182,8 @@ def describe_rollout(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> 
     """Return a rollout with its messages and every recorded value of each token."""
     saved = read_saved(run, kind, step, row)
     rollout, notes = saved.rollout, []
-    tokenizer = find_tokenizer(run.dir, main_settings(run.settings())["model"])
-    if tokenizer is None:
+    texts = find_token_texts(run.dir, main_settings(run.settings())["model"])
+    if texts is None:
         notes.append("The tokenizer of the model is not on this machine: tokens are shown by their numbers.")
     samples: list[dict[str, Any]] = []
     exported = read_export(run, step, row, rollout) if kind is RolloutKind.TRAIN else [{} for _ in rollout.samples]
@@ -187,7 +195,7 @@ def describe_rollout(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> 
             "prompt_length": sample.prompt_length,
             "temperature": sample.temperature,
             "length": len(sample),
-            "text": None if tokenizer is None else texts_of(tokenizer, sample.token_ids.tolist()),
+            "text": None if texts is None else texts.of(sample.token_ids.tolist()),
             "ids": compact(sample.token_ids),
             "values": {name: compact(array) for name, array in {**_recorded(sample), **values}.items()},
         })  # fmt: skip
@@ -249,9 +257,9 @@ def _export_header(run: ViewedRun, step: int) -> Any:
 def read_export(run: ViewedRun, step: int, row: int, rollout: Rollout) -> list[dict[str, np.ndarray]]:
     """Return what the trainer exported of each sample of a rollout; empty for a sample that it did not."""
     values: list[dict[str, np.ndarray]] = [{} for _ in rollout.samples]
-    if step not in run.dir.tokens.steps():
-        return values
     path = run.dir.tokens.path(step)
+    if not path.is_dir():
+        return values
     table = _read_tokens(path, rows_of_group(run, RolloutKind.TRAIN, step, row), identity(path))
     table = table.filter(pc.equal(table["rollout"], row))
     masks = [name for name in table.column_names if name.endswith("_masked")]
@@ -294,10 +302,13 @@ class StepScale(msgspec.Struct):
 
 def step_scale(run: ViewedRun, step: int) -> StepScale:
     """Return what shares of the step's gradient are measured against."""
+    path, files = file_of(run, RolloutKind.TRAIN, step), RolloutFiles(run.dir.rollouts)
 
     def add_up() -> StepScale:
         components: dict[str, GradientShare] = {}
-        for _, saved in RolloutFiles(run.dir.rollouts).stream(step):
+        is_small = path.stat().st_size < SMALL_FILE_BYTES
+        saved_rollouts = read_rollouts(run, RolloutKind.TRAIN, step).items() if is_small else files.stream(step)
+        for _, saved in saved_rollouts:
             if saved.drop_reason or saved.rollout.error is not None or not saved.rollout.trainable:
                 continue
             for name, share in gradient_shares(saved.rollout).items():
@@ -305,7 +316,7 @@ def step_scale(run: ViewedRun, step: int) -> StepScale:
                 components[name] = GradientShare(before.total + share.total, before.members + share.members)
         return StepScale(components)
 
-    scale: StepScale = cached(file_of(run, RolloutKind.TRAIN, step), "scale", add_up)
+    scale: StepScale = cached(path, "scale", add_up)
     return scale
 
 

@@ -28,24 +28,14 @@ def number(query: Query, name: str, default: int | None) -> Any:
     return int(texts[-1])
 
 
-def _run(folder: RunFolder, path: Parameters, query: Query) -> Any:
-    described = runs.describe_run(folder.run(path["run"]))
-    return described | {"charts": charts.suggest_charts(described["names"])}
-
-
-def _series(folder: RunFolder, path: Parameters, query: Query) -> Any:
-    chosen = number(query, "buckets", 600), number(query, "first", 0), number(query, "last", None)
-    return charts.read_series(folder.run(path["run"]), query.get("name", []), *chosen)
-
-
-def _lanes(folder: RunFolder, path: Parameters, query: Query) -> Any:
-    chosen = number(query, "buckets", 200), number(query, "first", 0), number(query, "last", None)
-    return charts.read_lanes(folder.run(path["run"]), *chosen)
-
-
-def _histograms(folder: RunFolder, path: Parameters, query: Query) -> Any:
-    chosen = number(query, "buckets", 200), number(query, "first", 0), number(query, "last", None)
-    return charts.read_histograms(folder.run(path["run"]), *chosen)
+def _over_steps(read: Callable[..., Any], buckets: int) -> Answer:
+    """Return an answer about metrics between two steps, merged into at most as many ranges."""
+    return lambda folder, path, query: read(
+        folder.run(path["run"]).metrics,
+        number(query, "buckets", buckets),
+        number(query, "first", 0),
+        number(query, "last", None),
+    )
 
 
 def _step(folder: RunFolder, path: Parameters, query: Query) -> Any:
@@ -96,10 +86,10 @@ DRAW_FILTERS = {"state": "state", "env": "env", "task": "task_key"}
 ROUTES: dict[str, Answer] = {
     "/api/runs": lambda folder, path, query: runs.list_runs(folder),
     "/api/settings": lambda folder, path, query: runs.compare_settings(folder),
-    "/api/runs/{run}": _run,
-    "/api/runs/{run}/series": _series,
-    "/api/runs/{run}/lanes": _lanes,
-    "/api/runs/{run}/histograms": _histograms,
+    "/api/runs/{run}": lambda folder, path, query: runs.describe_run(folder.run(path["run"])),
+    "/api/runs/{run}/series": _over_steps(charts.read_series, 600),
+    "/api/runs/{run}/lanes": _over_steps(charts.read_lanes, 200),
+    "/api/runs/{run}/histograms": _over_steps(charts.read_histograms, 200),
     "/api/runs/{run}/steps/{step:int}": _step,
     "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}": _rollout(RolloutKind.TRAIN),
     "/api/runs/{run}/steps/{step:int}/rollouts/{row:int}/credit": _credit,

@@ -29,7 +29,8 @@ from headrace.observe.status import ENDED, ObservedStatus
 from headrace.observe.summary import Summary, rows
 from headrace.runfile.reading import leaves
 from headrace.tools.compare.inputs import Settings, differences, settings_of
-from headrace.tools.view.series import MetricsTable, decode_lines, read_lines, sample_records
+from headrace.tools.view.charts import REWARDS, read_page, suggest_charts
+from headrace.tools.view.series import MetricsTable, find_records, read_lines, sample_records
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 MAX_DEPTH = 4
@@ -37,8 +38,7 @@ MAX_DEPTH = 4
 MAX_RUNS = 2000
 SCAN_INTERVAL_S = 2.0
 SPARKLINE_POINTS = 24
-REWARDS = ("reward/all/mean", "loss")
-"""The metric of the sparkline: the first that a run has."""
+SECONDS = "progress/seconds"
 TAIL_BYTES = 64 << 10
 MAX_CACHED = 32
 """Results about files that are kept; each is a list of a step's rollouts or smaller."""
@@ -100,9 +100,7 @@ class ViewedRun:
                 break
         row.step = max((record.step for record in records), default=0)
         tail = read_lines(self.dir.metrics, max(0, self.dir.metrics.stat().st_size - TAIL_BYTES), TAIL_BYTES)
-        ends = list(decode_lines(_ENDS, tail))
-        clocks = [record.seconds for record in ends if record.seconds is not None]
-        row.seconds = clocks[-1] if clocks else 0.0
+        row.seconds = next((record.f0 for record in find_records(tail, (SECONDS,), newest_first=True)), 0.0)
         return row
 
     def settings(self) -> dict[str, Any]:
@@ -120,13 +118,6 @@ class ViewedRun:
                 tree = read_toml(self.dir.config) if self.dir.config.is_file() else {}
                 self._settings = (seen, tree, settings_of(tree))
             return self._settings
-
-
-class _End(msgspec.Struct):
-    seconds: float | None = msgspec.field(default=None, name="progress/seconds")
-
-
-_ENDS = msgspec.json.Decoder(_End)
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
@@ -256,10 +247,10 @@ def main_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 def describe_run(run: ViewedRun) -> dict[str, Any]:
     """Return everything about a run but its series."""
-    run.metrics.points(REWARDS)
+    points = read_page(run.metrics)
     end = run.metrics.end  # before the rest is read, so that events from there on leave no gap
     tree, row, names = run.settings(), run.row(), run.metrics.names()
-    summary = _summary(run, row, names)
+    summary = _summary(row, {name: values[-1] for name, (_, values) in points.items() if len(values)})
     return {
         **main_settings(tree),
         **msgspec.to_builtins(row),
@@ -267,6 +258,7 @@ def describe_run(run: ViewedRun) -> dict[str, Any]:
         "summary": rows(summary),
         "dropped": summary.dropped,
         "names": names,
+        "charts": suggest_charts(names),
         "offset": end,
         "settings": leaves(tree),
         "journal": run.dir.journal.is_file(),
@@ -275,10 +267,8 @@ def describe_run(run: ViewedRun) -> dict[str, Any]:
     }
 
 
-def _summary(run: ViewedRun, row: RunRow, names: list[str]) -> Summary:
-    """Return the numbers of `headrace summary` that need no other file than the metrics, of which a few are read."""
-    totals = [name for name in names if name.startswith("progress/")]
-    last = {name: values[-1] for name, (_, values) in run.metrics.points([*totals, *REWARDS]).items() if len(values)}
+def _summary(row: RunRow, last: dict[str, Any]) -> Summary:
+    """Return the numbers of `headrace summary` that need no other file than the metrics; `last` are the last values."""
     is_reward = row.reward_name == REWARDS[0]
     dropped = {name.removeprefix(DROPPED): int(n) for name, n in last.items() if name.startswith(DROPPED) and n}
     return Summary(

@@ -9,7 +9,6 @@ machine (DNS rebinding) is refused. The content security policy allows scripts a
 from __future__ import annotations
 
 import hmac
-import importlib
 import logging
 import secrets
 import socket
@@ -31,9 +30,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import BadInput
+from headrace.tools.view.charts import read_page
 from headrace.tools.view.events import FOLDER_POLL_S, FolderEvents, RunEvents, stream
 from headrace.tools.view.routes import ROUTES, number
-from headrace.tools.view.runs import NotFound, RunFolder
+from headrace.tools.view.runs import NotFound, RunFolder, list_runs
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +56,20 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-LIVE_MODE = b'window.HEADRACE = {mode: "live"};\n'
+BUNDLES = {
+    "page.css": ("vendor/uPlot.min.css", "style.css"),
+    "page.js": (
+        "vendor/preact.umd.js", "vendor/hooks.umd.js", "vendor/htm.umd.js", "vendor/uPlot.iife.min.js", "core.js",
+        "parts.js", "chart.js", "heatmap.js", "maths.js", "tokens.js", "runs.js", "run.js", "step.js", "rollout.js",
+        "credit.js", "draws.js", "evaluation.js", "compare.js", "app.js",
+    ),
+}  # fmt: skip
+"""Files that are sent as one, in their order: a browser asks for six at a time, and each request costs milliseconds."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
-def page_files() -> dict[str, bytes]:
-    """Return the files of the page by their path in it."""
+def page_files(mode: bytes = b"") -> dict[str, bytes]:
+    """Return the files of the page by their path in it; `mode` is a script that runs before all others."""
     found: dict[str, bytes] = {}
 
     def collect(folder: Any, prefix: str) -> None:
@@ -72,7 +80,8 @@ def page_files() -> dict[str, bytes]:
                 found[f"{prefix}{entry.name}"] = entry.read_bytes()
 
     collect(files("headrace.tools.view").joinpath("static"), "")
-    return found
+    bundles = {name: b"\n".join(found.pop(part) for part in parts) for name, parts in BUNDLES.items()}
+    return found | bundles | {"page.js": mode + bundles["page.js"]}
 
 
 class Gate:
@@ -128,7 +137,7 @@ def json_reply(content: Any, status: int = 200) -> Response:
 
 def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = ()) -> ASGIApp:
     """Return the application; `names` are further names of this host that a browser may use."""
-    static = page_files() | {"mode.js": LIVE_MODE}
+    static = page_files()
 
     async def index(request: Request) -> Response:
         return Response(static["index.html"], media_type=MEDIA_TYPES[".html"])
@@ -183,6 +192,13 @@ def _endpoint(
     return endpoint
 
 
+def read_first_page(folder: RunFolder) -> None:
+    """Read what the first page shows into the caches of its runs, while the browser starts."""
+    list_runs(folder)
+    if folder.single:
+        read_page(next(iter(folder.runs().values())).metrics)
+
+
 def serve(folder: RunFolder, host: str, port: int, open_browser: bool, show: Callable[[str], None]) -> None:
     """Serve until interrupted; `show` is called with the URL as soon as the server accepts connections."""
     try:
@@ -203,7 +219,7 @@ def serve(folder: RunFolder, host: str, port: int, open_browser: bool, show: Cal
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     )
     pa.set_memory_pool(pa.system_memory_pool())  # Arrow's own pool keeps what it has freed
-    threading.Thread(target=importlib.import_module, args=["headrace.tools.view.credit"], daemon=True).start()
+    threading.Thread(target=read_first_page, args=[folder], daemon=True).start()
     show(url)
     if open_browser:
         webbrowser.open(url)

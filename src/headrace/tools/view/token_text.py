@@ -18,41 +18,50 @@ MAX_CHARACTER_TOKENS = 8
 """Tokens of one character, at most."""
 
 
-def find_tokenizer(run: RunDir, model: str | None) -> Tokenizer | None:
-    """Return the tokenizer of a run's model; None if it is not on this machine."""
-    places = [run.final_model, *sorted(run.checkpoints.glob(f"{STEP}/model"), reverse=True)]
-    place = next((place for place in places if (place / "tokenizer.json").is_file()), None)
+class TokenTexts:
+    """A tokenizer with the texts of the tokens that were asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = tokenizer.encode("a")[-1:]  # some decoders drop the space before the first token
+        self._start = len(tokenizer.decode(self._anchor))
+        self._known: dict[int, str] = {}
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds; of a character that several tokens make up, the first has it."""
+        if new := list(dict.fromkeys(token for token in token_ids if token not in self._known)):
+            decoded = self._tokenizer.backend.decode_batch(
+                [[*self._anchor, token] for token in new], skip_special_tokens=False
+            )
+            self._known |= {token: text[self._start :] for token, text in zip(new, decoded, strict=True)}
+        texts = [self._known[token] for token in token_ids]
+        place = 0
+        while place < len(texts):
+            length = 1
+            if INCOMPLETE in texts[place]:
+                for end in range(place + 2, min(place + MAX_CHARACTER_TOKENS, len(texts)) + 1):
+                    joined = self._tokenizer.decode([*self._anchor, *token_ids[place:end]])[self._start :]
+                    if INCOMPLETE not in joined:
+                        length = end - place
+                        texts[place:end] = [joined, *[""] * (length - 1)]
+                        break
+            place += length
+        return texts
+
+
+def find_token_texts(run: RunDir, model: str | None) -> TokenTexts | None:
+    """Return the texts of the tokens of a run's model; None if its tokenizer is not on this machine."""
     try:
-        place = place or (None if model is None else cached_model_directory(model, fetch_later=True))
-        return None if place is None else _load(place)
+        place: Path | None = run.final_model
+        if not (run.final_model / "tokenizer.json").is_file():
+            saved = sorted(run.checkpoints.glob(f"{STEP}/model/tokenizer.json"))
+            place = saved[-1].parent if saved else model and cached_model_directory(model, fetch_later=True)
+        return _load(place) if place else None
     except BadInput:
         return None
 
 
 @lru_cache(maxsize=1)
-def _load(directory: Path) -> Tokenizer:
+def _load(directory: Path) -> TokenTexts:
     """Load a tokenizer; only the last is kept, since large ones take a hundred megabytes."""
-    return Tokenizer(directory)
-
-
-def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; of a character that several tokens make up, the first has it."""
-    backend = tokenizer.backend
-    anchor = tokenizer.encode("a")[-1:]  # some decoders drop the space before the first token
-    start = len(tokenizer.decode(anchor))
-    unique = list(dict.fromkeys(token_ids))
-    decoded = backend.decode_batch([[*anchor, token] for token in unique], skip_special_tokens=False)
-    of_token = {token: text[start:] for token, text in zip(unique, decoded, strict=True)}
-    texts = [of_token[token] for token in token_ids]
-    place = 0
-    while place < len(texts):
-        length = 1
-        if INCOMPLETE in texts[place]:
-            for end in range(place + 2, min(place + MAX_CHARACTER_TOKENS, len(texts)) + 1):
-                joined = tokenizer.decode([*anchor, *token_ids[place:end]])[start:]
-                if INCOMPLETE not in joined:
-                    length = end - place
-                    texts[place:end] = [joined, *[""] * (length - 1)]
-                    break
-        place += length
-    return texts
+    return TokenTexts(Tokenizer(directory))

@@ -29,12 +29,14 @@ HR.text = (value) => {
 /* The last part of a path, for places with little room. */
 HR.fileName = (path) => (path ?? "").replace(/\/+$/, "").split("/").at(-1);
 
+const integers = new Intl.NumberFormat("en");
+const fractions = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 }); // toLocaleString would make one per call
 HR.number = (value) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return HR.text(value);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return integers.format(value);
   const size = Math.abs(value);
-  return size >= 1e6 || size < 1e-4 ? value.toExponential(2) : value.toLocaleString("en", { maximumSignificantDigits: 4 });
+  return size >= 1e6 || size < 1e-4 ? value.toExponential(2) : fractions.format(value);
 };
 
 HR.seconds = (value) => {
@@ -67,9 +69,12 @@ const fromScript = (path) =>
     document.head.append(script);
   });
 
+const early = new Map(); // requests of the first page, which are sent before anything is drawn
+
 /* Raise an error whose `isFinal` says that asking again does not help: the request was wrong. */
 const fromServer = async (path, signal) => {
-  const response = await fetch(path.slice(1), { signal });
+  const response = await (early.get(path) ?? fetch(path.slice(1), { signal }));
+  early.delete(path);
   const data = await response.json();
   if (!response.ok) throw Object.assign(new Error(data.error), { isFinal: response.status < 500 });
   return data;
@@ -172,3 +177,11 @@ HR.go = (hash) => {
   location.hash = hash;
 };
 HR.runLink = (id, ...parts) => `#/run/${[id, ...parts].map(encodeURIComponent).join("/")}`;
+
+const firstPaths = ([kind, id, ...parts]) => {
+  if (!kind) return ["/api/runs"];
+  if (kind !== "run") return [];
+  const [page, step, , row] = parts;
+  return [`/api/runs/${id}`, page ? page === "step" && row && `/api/runs/${id}/steps/${step}/rollouts/${row}` : `/api/runs/${id}/series`].filter(Boolean);
+};
+if (!HR.exported) for (const path of firstPaths(HR.route().parts)) early.set(path, fetch(path.slice(1)));

@@ -21,10 +21,11 @@
   HR.Facts = ({ facts }) =>
     html`<dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${text(name)}</dt><dd>${value}</dd></div>`)}</dl>`;
 
+  const collator = new Intl.Collator("en", { numeric: true });
   const order = (a, b) => {
     const missing = (value) => value === null || value === undefined || value === "";
     if (missing(a) || missing(b)) return missing(a) - missing(b);
-    return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+    return typeof a === "number" && typeof b === "number" ? a - b : collator.compare(String(a), String(b));
   };
 
   const MORE_ROWS = 60;
