@@ -37,11 +37,15 @@ SWEEPS = {
 
 
 @pytest.fixture(autouse=True)
-def paths_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands make the code beside their files importable, here and in processes that they start."""
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands write below the working directory, and make the code beside their files importable."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.chdir(REPOSITORY)
+    for name in ("HEADRACE_CACHE", "HF_HOME"):
+        monkeypatch.setenv(name, "")  # what a command sets is taken back at the end
+        monkeypatch.delenv(name)
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -94,8 +98,7 @@ def test_a_run_of_its_own_is_gsm8k_math_by_level_or_the_miniature():
     assert trained.args["reward_kwargs"]["gsm8k_correctness_reward"] == {"symbolic": True}
 
 
-def test_llama_trains_in_bfloat16_below_its_storage_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_llama_trains_in_bfloat16_below_its_storage_root(tmp_path: Path):
     root = tmp_path / "cache"
     from_hub, _ = load(RunConfig, [EXAMPLE / "llama32-3b.yaml"])
     assert from_hub.model.name == "meta-llama/Llama-3.2-3B-Instruct"
