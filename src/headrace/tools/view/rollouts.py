@@ -51,7 +51,7 @@ COLUMNS = {
     "ref_kl_weights": ("ref_kl weight", "weight in the distillation loss", "rollout", "sequential"),
     "ref_logprobs": ("reference logprob", "log probability under the reference model", "rollout", "sequential"),
     "trainer_logprobs": ("trainer logprob", "under the weights before the step", "export", "sequential"),
-    "ratio": ("ratio", "probability of the trainer over that of the engine", "export", "diverging"),
+    "ratio": ("ratio", "probability of the trainer over that of the engine", "export", "ratio"),
     "entropy": ("entropy", "of the trainer's distribution at this place, in nats", "export", "sequential"),
     "mismatch_kl": ("mismatch", "ratio - log ratio - 1", "export", "sequential"),
     "masked": ("masked", "whether a loss masked, clipped or capped it", "export", "category"),

@@ -32,6 +32,10 @@ element with a colour. So a rollout of 100,000 tokens opens at once, and the bro
   /* Return a function from a value to a background. The scale ends at the 99th percentile, so one outlier hides nothing. */
   const colorScale = (column, values) => {
     if (!values) return () => "";
+    if (column.scale === "ratio") {
+      const color = colorScale({ scale: "diverging" }, values.map(Math.log)); // a ratio of 1 has no colour
+      return (v) => color(Math.log(v));
+    }
     if (column.scale === "category") return (v) => (v < 0 || Number.isNaN(v) ? "" : CATEGORY_COLORS[v % CATEGORY_COLORS.length]);
     const sizes = Float32Array.from(values).filter(Number.isFinite).map(Math.abs).filter((v) => v > 0).sort();
     const end = sizes.length ? sizes[Math.floor((sizes.length - 1) * 0.99)] : 1;
