@@ -17,7 +17,6 @@ from headrace.transport.run_dir import RolloutKind
 MAX_LISTED = 1000
 NEAR_STEPS = 8
 """Files before and after a draw's step that are searched for its rollouts."""
-STATES = ("drawn", "shipped", "trained", "dropped")
 
 
 @contextmanager

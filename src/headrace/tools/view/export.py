@@ -33,17 +33,16 @@ _PATTERNS = [(compile_path(path), answer) for path, answer in ROUTES.items()]
 def export(folder: RunFolder, target: Path) -> int:
     """Write the page and its data; return the number of files. The directory must be new or empty."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadInput(
-            "exists and is not an empty directory", key="--export", value=target, fix="Name a new directory."
-        )
+        fact, fix = "exists and is not an empty directory", "Name a new directory."
+        raise BadInput(fact, key="--export", value=target, fix=fix)
     (target / "data").mkdir(parents=True, exist_ok=True)
     paths = []
     for path in dict.fromkeys(exported_paths(folder)):
-        content = as_script(path, answer_to(folder, path))
-        (target / "data" / f"{data_name(path)}.js").write_bytes(content)
+        name = re.sub("[^A-Za-z0-9]+", "-", path.removeprefix("/api/"))
+        script = b"HEADRACE.receive(" + script_json(path) + b", " + script_json(answer_to(folder, path)) + b");\n"
+        (target / "data" / f"{name}.js").write_bytes(script)
         paths.append(path)
-    mode = b"window.HEADRACE = {mode: " + b'"export", exported: ' + script_json(paths) + b"};\n"
-    static = page_files(mode)
+    static = page_files(b'window.HEADRACE = {mode: "export", exported: ' + script_json(paths) + b"};\n")
     for name, content in static.items():
         file = target / name if name == "index.html" else target / "static" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,14 +92,6 @@ def answer_to(folder: RunFolder, path: str) -> Any:
             parameters = {name: converters[name].convert(value) for name, value in match.groupdict().items()}
             return answer(folder, parameters, {})
     raise LookupError(path)
-
-
-def data_name(path: str) -> str:
-    return re.sub("[^A-Za-z0-9]+", "-", path.removeprefix("/api/"))
-
-
-def as_script(path: str, content: Any) -> bytes:
-    return b"HEADRACE.receive(" + script_json(path) + b", " + script_json(content) + b");\n"
 
 
 def script_json(content: Any) -> bytes:

@@ -84,20 +84,20 @@ def file_of(run: ViewedRun, kind: RolloutKind, step: int) -> Path:
     return path
 
 
-def list_step(run: ViewedRun, step: int, kind: RolloutKind = RolloutKind.TRAIN) -> dict[str, Any]:
+def list_step(run: ViewedRun, step: int) -> dict[str, Any]:
     """Return the groups of a step, and its rollouts by column."""
-    listed = step_list(run, kind, step)
     metrics = {}
     for name, (steps, values) in run.metrics.points(charted(run.metrics)).items():
         if len(place := np.flatnonzero(steps == step)):
             metrics[name] = float(values[place[0]])
-    exported = kind is RolloutKind.TRAIN and run.dir.tokens.path(step).is_dir()
+    part = run.dir.tokens.path(step) / "part-0.parquet"
+    exported = part.is_file()
     return {
-        **listed,
+        **step_list(run, RolloutKind.TRAIN, step),
         "step": step,
         "metrics": metrics,
         "exported": exported,
-        "sequences": _export_header(run, step).sequences if exported else None,
+        "sequences": read_header(pq.read_schema(part).metadata, str(part)).sequences if exported else None,
     }
 
 
@@ -127,8 +127,8 @@ def _list(path: Path) -> dict[str, Any]:
         group["rows"] = [group["rows"][place] for place in order]
     columns: dict[str, list[Any]] = {title: [row.get(name) for row in rows] for name, title in LISTED.items()}
     columns["drop_reason"] = [reason or "" for reason in columns["drop_reason"]]
-    previews = [preview(msgspec.json.decode(row["messages"])) for row in rows]
-    columns |= {"row": list(range(len(rows))), "group": numbers_of, "preview": previews}
+    columns |= {"row": list(range(len(rows))), "group": numbers_of}
+    columns["preview"] = [_preview(msgspec.json.decode(row["messages"])) for row in rows]
     return {"groups": list(groups.values()), "rollouts": columns}
 
 
@@ -141,7 +141,7 @@ def text_of(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def preview(messages: Any) -> str:
+def _preview(messages: Any) -> str:
     """Return the beginning of the last message of the model."""
     answers = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
     return text_of(answers[-1])[:PREVIEW_CHARS] if answers else ""
@@ -178,7 +178,7 @@ def read_saved(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> SavedR
     return read_rollouts(run, kind, step, rows_of_group(run, kind, step, row))[row]
 
 
-def describe_rollout(run: ViewedRun, kind: RolloutKind, step: int, row: int) -> dict[str, Any]:
+def describe_rollout(run: ViewedRun, step: int, row: int, kind: RolloutKind = RolloutKind.TRAIN) -> dict[str, Any]:
     """Return a rollout with its messages and every recorded value of each token."""
     saved = read_saved(run, kind, step, row)
     rollout, notes = saved.rollout, []
@@ -247,11 +247,6 @@ def compact(values: np.ndarray) -> dict[str, Any]:
 
 def finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _export_header(run: ViewedRun, step: int) -> Any:
-    path = run.dir.tokens.path(step) / "part-0.parquet"
-    return read_header(pq.read_schema(path).metadata, str(path))
 
 
 def read_export(run: ViewedRun, step: int, row: int, rollout: Rollout) -> list[dict[str, np.ndarray]]:
