@@ -73,8 +73,9 @@ const early = new Map(); // requests of the first page, which are sent before an
 
 /* Raise an error whose `isFinal` says that asking again does not help: the request was wrong. */
 const fromServer = async (path, signal) => {
-  const response = await (early.get(path) ?? fetch(path.slice(1), { signal }));
-  early.delete(path);
+  const sent = early.get(path);
+  early.delete(path); // a request that fails is sent again
+  const response = await (sent ?? fetch(path.slice(1), { signal }));
   const data = await response.json();
   if (!response.ok) throw Object.assign(new Error(data.error), { isFinal: response.status < 500 });
   return data;
@@ -178,10 +179,11 @@ HR.go = (hash) => {
 };
 HR.runLink = (id, ...parts) => `#/run/${[id, ...parts].map(encodeURIComponent).join("/")}`;
 
-const firstPaths = ([kind, id, ...parts]) => {
+const firstPaths = ([kind, id, page, step, part, row]) => {
   if (!kind) return ["/api/runs"];
   if (kind !== "run") return [];
-  const [page, step, , row] = parts;
-  return [`/api/runs/${id}`, page ? page === "step" && row && `/api/runs/${id}/steps/${step}/rollouts/${row}` : `/api/runs/${id}/series`].filter(Boolean);
+  const run = `/api/runs/${id}`;
+  if (!page) return [run, `${run}/series`];
+  return page === "step" && part === "rollout" ? [run, `${run}/steps/${step}/rollouts/${row}`] : [run];
 };
 if (!HR.exported) for (const path of firstPaths(HR.route().parts)) early.set(path, fetch(path.slice(1)));
