@@ -183,7 +183,7 @@ const firstPaths = ([kind, id, page, step, part, row]) => {
   if (!kind) return ["/api/runs"];
   if (kind !== "run") return [];
   const run = `/api/runs/${id}`;
-  if (!page) return [run, `${run}/series`];
+  if (!page) return [run, `${run}/series`, `${run}/evaluation`];
   return page === "step" && part === "rollout" ? [run, `${run}/steps/${step}/rollouts/${row}`] : [run];
 };
 if (!HR.exported) for (const path of firstPaths(HR.route().parts)) early.set(path, fetch(path.slice(1)));

@@ -66,7 +66,9 @@
     const query = zoom ? `?first=${Math.floor(zoom[0])}&last=${Math.ceil(zoom[1])}` : "";
     const state = HR.useData(`/api/runs/${id}/series${query}`, version);
     const series = state.data?.series;
-    const evaluation = HR.useData(HR.has(`/api/runs/${id}/evaluation`) ? `/api/runs/${id}/evaluation` : null, version).data;
+    const path = HR.has(`/api/runs/${id}/evaluation`) ? `/api/runs/${id}/evaluation` : null;
+    const { data: evaluation, error } = HR.useData(path, version);
+    const isWhole = !path || evaluation || error; // else the chart of the evaluation would move the others when it comes
     const heldOut = useMemo(() => (evaluation?.environments ?? []).map((env) => ({ name: env.name, x: env.version, y: env.value, low: env.low, high: env.high })), [evaluation]);
     const charts = useMemo(
       () => run.charts.filter((chart) => chart.title !== "Evaluation" || !heldOut.length).map((chart) => ({ ...chart, lines: chart.names.filter((name) => series?.[name]).map((name) => lineOf(name, series[name])) })).filter((chart) => chart.lines.length),
@@ -80,7 +82,7 @@
       ${run.notices.length > 0 && html`<h2>Notices</h2><ul class="notices">${run.notices.map((notice, i) => html`<li key=${i}><b>${text(notice.process)}</b> ${notice.step !== undefined && notice.step !== null ? `step ${notice.step}: ` : ""}${text(notice.text)}</li>`)}</ul>`}
       <h2>Charts</h2>
       <${Toolbar} ...${{ smoothing, setSmoothing, log, setLog, zoom, setZoom, last: state.data?.last ?? run.step ?? 0 }} />
-      <${HR.Loaded} state=${state}>${() => html`<div class="charts">
+      <${HR.Loaded} state=${isWhole ? state : {}}>${() => html`<div class="charts">
         ${heldOut.length > 0 && html`<${HR.Chart} key="held-out" title="Held-out reward, 95% interval" lines=${heldOut} ...${shared} smoothing=${0} />`}
         ${charts.map((chart) => html`<${HR.Chart} key=${chart.title} title=${chart.title} unit=${chart.unit} lines=${chart.lines} ...${shared} log=${log !== Boolean(chart.log)} />`)}</div>
         <${Histograms} id=${id} version=${version} zoom=${zoom} marks=${marks} />
