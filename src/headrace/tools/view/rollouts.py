@@ -302,8 +302,8 @@ def step_scale(run: ViewedRun, step: int) -> StepScale:
     def add_up() -> StepScale:
         components: dict[str, GradientShare] = {}
         is_small = path.stat().st_size < SMALL_FILE_BYTES
-        saved_rollouts = read_rollouts(run, RolloutKind.TRAIN, step).items() if is_small else files.stream(step)
-        for _, saved in saved_rollouts:
+        rows = iter(read_rollouts(run, RolloutKind.TRAIN, step).items()) if is_small else files.stream(step)
+        for _, saved in rows:
             if saved.drop_reason or saved.rollout.error is not None or not saved.rollout.trainable:
                 continue
             for name, share in gradient_shares(saved.rollout).items():

@@ -174,10 +174,10 @@ def sample_records(path: Path, names: tuple[str, ...], count: int) -> list[Any]:
 def find_records(lines: bytes, names: tuple[str, ...], newest_first: bool = False) -> Iterator[Any]:
     """Yield the records that have any of the metrics; only lines with one of the names are decoded."""
     decoder, keys = record_decoder(names), [b'"%s":' % name.encode() for name in names]
-    find, nearest = (lines.rfind, max) if newest_first else (lines.find, min)
+    find = lines.rfind if newest_first else lines.find
     first, last = 0, len(lines)
     while places := [place for key in keys if (place := find(key, first, last)) >= 0]:
-        start = lines.rfind(b"\n", 0, nearest(places)) + 1
+        start = lines.rfind(b"\n", 0, max(places) if newest_first else min(places)) + 1
         end = lines.find(b"\n", start) + 1
         for record in decode_lines(decoder, lines[start:end]):
             if any(getattr(record, f"f{index}") is not None for index in range(len(names))):

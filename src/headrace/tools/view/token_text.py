@@ -54,9 +54,11 @@ def find_token_texts(run: RunDir, model: str | None) -> TokenTexts | None:
     try:
         place: Path | None = run.final_model
         if not (run.final_model / "tokenizer.json").is_file():
-            saved = sorted(run.checkpoints.glob(f"{STEP}/model/tokenizer.json"))
-            place = saved[-1].parent if saved else model and cached_model_directory(model, fetch_later=True)
-        return _load(place) if place else None
+            if saved := sorted(run.checkpoints.glob(f"{STEP}/model/tokenizer.json")):
+                place = saved[-1].parent
+            else:
+                place = None if model is None else cached_model_directory(model, fetch_later=True)
+        return None if place is None else _load(place)
     except BadInput:
         return None
 
