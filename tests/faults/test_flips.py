@@ -55,6 +55,24 @@ class Runs:
         code, output = headrace(*command_of("dpo", directory, model), "--output_dir", self.dpo.root)
         assert code == 0 and any(self.dpo.reference.iterdir()), output
 
+    def resume(self, flip: Flip, run: RunDir) -> tuple[str, str]:
+        """Resume a copy of the interrupted run with a flipped bit; return the outcome, and what it printed."""
+        shutil.copytree(self.interrupted.root, run.root)
+        path = run.root / flip.file
+        flip_bit(path, flip.bit)
+        try:
+            code, output = headrace("rl", self.file, *REPRODUCIBLE, "--output_dir", run.root, "--resume", timeout=300)
+            # Engines name the directory of damaged weights.
+            is_named = str(path) in output or (flip.file.parts[0] == "weights" and str(path.parent) in output)
+            if code:
+                return "error with the file" if is_named else "ERROR WITHOUT THE FILE", output
+            models = (load_file(each.final_model / "model.safetensors") for each in (run, self.finished))
+            if not equal(*models):
+                return "SILENT DIFFERENCE", output
+            return "repaired with a notice" if is_named else "identical", output
+        finally:
+            shutil.rmtree(run.root)
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
@@ -62,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
 
 
 @pytest.mark.timeout(3600)
-def test_every_flipped_bit_is_found_or_harmless(runs: Runs, seed: int, pytestconfig: pytest.Config):
+def test_every_flipped_bit_is_found_or_harmless(runs: Runs, seed: int, tmp_path: Path, pytestconfig: pytest.Config):
     count, table = pytestconfig.getoption("--flips") // 3, Counter[tuple[str, str]]()
     missed: list[tuple[Path, Flip]] = []
     for run in (runs.finished, runs.interrupted, runs.dpo):
@@ -77,7 +95,12 @@ def test_every_flipped_bit_is_found_or_harmless(runs: Runs, seed: int, pytestcon
                     outcome = "harmless"
                 else:
                     outcome = "MISSED"
-                    missed.append((run.root, flip))
+            # SQLite drops a last transaction whose checksum is wrong: the state of a run that was killed before it.
+            if outcome == "MISSED" and run is runs.interrupted and path.suffix == ".sqlite-wal":
+                is_same = runs.resume(flip, RunDir(tmp_path / "resumed"))[0] == "identical"
+                outcome = "harmless" if is_same else "MISSED"
+            if outcome == "MISSED":
+                missed.append((run.root, flip))
             table[kind_of(flip.file), outcome] += 1
     show(pytestconfig, "\n".join(rows(table, ("found", "harmless", "MISSED"))))
     assert not missed
@@ -87,25 +110,12 @@ def test_every_flipped_bit_is_found_or_harmless(runs: Runs, seed: int, pytestcon
 def test_a_resume_after_a_flip_is_identical_or_repaired_or_an_error_with_the_file(
     runs: Runs, seed: int, tmp_path: Path, pytestconfig: pytest.Config
 ):
-    expected, table = load_file(runs.finished.final_model / "model.safetensors"), Counter[tuple[str, str]]()
-    for number, flip in enumerate(random_flips(runs.interrupted, pytestconfig.getoption("--resumes"), seed + 1)):
-        run = RunDir(tmp_path / str(number))
-        shutil.copytree(runs.interrupted.root, run.root)
-        flip_bit(run.root / flip.file, flip.bit)
-        code, output = headrace("rl", runs.file, *REPRODUCIBLE, "--output_dir", run.root, "--resume", timeout=300)
-        path = run.root / flip.file
-        # Engines name the directory of damaged weights.
-        is_named = str(path) in output or (flip.file.parts[0] == "weights" and str(path.parent) in output)
-        if code:
-            outcome = "error with the file" if is_named else "ERROR WITHOUT THE FILE"
-        elif not equal(load_file(run.final_model / "model.safetensors"), expected):
-            outcome = "SILENT DIFFERENCE"
-        else:
-            outcome = "repaired with a notice" if is_named else "identical"
+    table = Counter[tuple[str, str]]()
+    for flip in random_flips(runs.interrupted, pytestconfig.getoption("--resumes"), seed + 1):
+        outcome, output = runs.resume(flip, RunDir(tmp_path / "run"))
         table[kind_of(flip.file), outcome] += 1
         if outcome.isupper():
             show(pytestconfig, f"{flip}: {outcome}\n{output}")
-        shutil.rmtree(run.root)
     outcomes = ("identical", "repaired with a notice", "error with the file", "ERROR WITHOUT THE FILE")
     show(pytestconfig, "\n".join(rows(table, (*outcomes, "SILENT DIFFERENCE"))))
     assert not any(outcome.isupper() for _, outcome in table)
