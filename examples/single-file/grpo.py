@@ -130,7 +130,7 @@ async def play(
         if tools:
             raise BadInput(f"{type(environment).__name__} has tools, which this file leaves out: use `headrace rl`")
         prompt = (await prompter.prompt(list(messages), tools, None)).ids
-        limit = min(prompter.max_completion_tokens(len(prompt)), longest, max_tokens or longest)
+        limit = min(prompter.seq_len - len(prompt), longest, max_tokens or longest)
         waiting.append((prompt, limit, asyncio.get_running_loop().create_future()))
         return await waiting[-1][-1]
 

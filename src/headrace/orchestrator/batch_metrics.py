@@ -18,7 +18,13 @@ from headrace.orchestrator.signals import EvalBatch, ScoredGroup, TrainBatch
 from headrace.rollout.types import Rollout
 from headrace.rollout.version import staleness
 
-QUANTILES = {f"advantages/p{percent}": percent / 100 for percent in (5, 25, 50, 75, 95)}
+QUANTILES = {
+    "advantages/p5": 0.05,
+    "advantages/p25": 0.25,
+    "advantages/p50": 0.5,
+    "advantages/p75": 0.75,
+    "advantages/p95": 0.95,
+}
 CORRECT = "correct"
 """Reward or metric that tells whether an episode is correct, if an environment has one."""
 MAX_FAILED_SHARE = 0.05

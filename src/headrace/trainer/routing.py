@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.inference.experts import chosen_experts, find_routers
+from headrace.observe.metrics import spread
 from headrace.trainer.ranks import Ranks
 
 Mode = Literal["off", "record", "replay"]
@@ -166,3 +167,12 @@ class RoutingMetrics:
         if recorded.all():
             values["changed"] = changed / recorded
         return {name: dict(zip(self._layers, each.tolist(), strict=True)) for name, each in values.items()}
+
+
+def over_layers(by_layer: dict[str, dict[int, float]]) -> dict[str, float]:
+    """Return the mean, the largest and the smallest layer of each metric."""
+    return {
+        key: value
+        for name, layers in by_layer.items()
+        for key, value in spread(f"router/{name}", layers.values()).items()
+    }

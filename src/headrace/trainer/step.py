@@ -18,7 +18,6 @@ from torch import Tensor
 
 from headrace.errors import BadInput, Failure
 from headrace.observe.histograms import BOUNDS, Counts
-from headrace.observe.metrics import spread
 from headrace.rollout.packing import NO_SAMPLE, Bin
 from headrace.trainer.loss import Loss, Metrics, PackedInputs
 from headrace.trainer.model import PackedModel
@@ -26,7 +25,7 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.packed_row import on_device
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.reference import ReferenceWeights
-from headrace.trainer.routing import RoutingMetrics
+from headrace.trainer.routing import RoutingMetrics, over_layers
 from headrace.trainer.tokens import COMPONENTS, PENALTIES, MicroBatch, StepTokens, TokenTrace
 
 MICRO_BATCH_TOKENS = 16384
@@ -115,9 +114,7 @@ class TrainStep:
         without_padding = int(tokens.lengths[tokens.sources != NO_SAMPLE].sum())
         trained, computed = self.ranks.sum([without_padding, computed])
         by_layer = routing.by_layer(self.ranks)
-        metrics = sums.means(self.ranks)
-        for name, layers in by_layer.items():
-            metrics |= spread(f"router/{name}", layers.values())
+        metrics = sums.means(self.ranks) | over_layers(by_layer)
         if len(set(envs)) == 1:  # then its metrics are those of all
             metrics |= {f"{name}/{envs[0]}": metrics[name] for name in ("loss", "entropy") if name in metrics}
         on_gradients()
