@@ -13,6 +13,7 @@ from benchmarks.end_to_end.stand_in import ADVANCE, STAGES, stages_of_tokens, wr
 SETTINGS = Settings("gsm8k-stand-in", "model", 0, 2, 3, 4, 64, 1.0, 2e-6)
 
 
+@pytest.mark.full
 def test_the_stand_in_goes_through_its_stages_to_the_end(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 

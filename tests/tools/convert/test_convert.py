@@ -141,6 +141,7 @@ def test_a_file_of_neither_system_is_refused(tmp_path: Path):
     assert error.value.file == tmp_path / "other.yaml"
 
 
+@pytest.mark.full
 def test_a_converted_trl_script_trains(tmp_path: Path, tiny_model: Path):
     rows = [f'{{"prompt": [{{"role": "user", "content": "say {word}"}}], "answer": "{word}"}}\n' for word in "abcdefgh"]
     (tmp_path / "data.jsonl").write_text("".join(rows))
