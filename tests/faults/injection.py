@@ -20,8 +20,21 @@ from typing import NamedTuple
 
 from headrace.transport.run_dir import RunDir
 
-NOT_COVERED = ("logs", "status", "turns", "metrics.jsonl", "heartbeat.json", "summary.md", "reward.svg", ".canary-")
-"""Logs, plots and the present state of processes and hosts, by the beginning of their path."""
+NOT_COVERED = (
+    "logs",
+    "status",
+    "turns",
+    "metrics.jsonl",
+    "heartbeat.json",
+    "summary.md",
+    "reward.svg",
+    ".canary-",
+    ".drafts",
+)
+"""Logs, plots, the present state of processes and hosts, and unfinished files of a killed process, which no one reads.
+
+By the beginning of their path.
+"""
 
 
 class Flip(NamedTuple):
