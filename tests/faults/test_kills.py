@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -82,7 +83,7 @@ def test_kills_lose_and_double_nothing(
     code, output = headrace(*command, "--output_dir", whole.root, timeout=600)
     assert code == 0, output
     rng = random.Random(f"{seed} {kind}")
-    kills = pytestconfig.getoption("--kills") // len(KINDS)
+    kills = math.ceil(pytestconfig.getoption("--kills") / len(KINDS))
     done = Killer([*command, "--output_dir", killed.root, "--launch.max_restarts", 1000], killed, rng).run(kills)
     draws = None if kind.startswith(OFFLINE) else check_journal(killed, MAX_STEPS)
     assert steps_of(killed) == set(range(1, MAX_STEPS + 1))
