@@ -92,6 +92,14 @@ def test_a_missing_batch_that_no_checkpoint_covers_is_named(run: RunDir):
     assert str(run.batches.path(1)) in damage.problem
 
 
+def test_a_journal_without_the_commit_of_a_batch_is_named_with_its_log(run: RunDir):
+    """SQLite drops transactions from a damaged frame of the log on, and sees nothing wrong."""
+    run.batches.prepare(Batch(2, 0, [BatchSample(sample(2, 2), "math", 0)], [1]))
+    run.batches.announce(2)
+    (damage,) = verify(run, has_digest).damages
+    assert all(str(path) in damage.problem for path in (run.journal, f"{run.journal}-wal", run.batches.path(2)))
+
+
 @pytest.mark.timeout(20)
 def test_a_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path):
     os.mkfifo(tmp_path / "model.safetensors")

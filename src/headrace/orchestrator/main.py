@@ -42,6 +42,7 @@ from headrace.transport.epochs import hold_epoch
 from headrace.transport.journal import Journal, take_over
 from headrace.transport.journal_files import delete_journal
 from headrace.transport.run_dir import RunDir
+from headrace.transport.verification import lost_commits
 
 log = logging.getLogger(__name__)
 
@@ -169,18 +170,10 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
 def _reconcile(run: RunDir, journal: Journal, status: Status) -> None:
     """Make journal, batches and checkpoints consistent: rewind the journal to the first missing batch."""
     last, covered = journal.last_step(), run.latest_checkpoint_step()
-    newest = max([covered, *run.batches.steps()])
-    if last < newest:  # both follow a commit
+    if last < (newest := run.newest_step()):
         journal.close()
         delete_journal(journal.path)  # the copy; what it was copied from is to be restored
-        what = run.batches.path(newest) if newest > covered else f"a checkpoint of step {covered}"
-        older = f", or continue from a checkpoint of step {last} or before with --resume STEP" if last else ""
-        raise BadInput(
-            f"the journal ends at step {last}, but there is {what}. The commits between them are lost: "
-            f"{run.journal.name}-wal was deleted or damaged, or the journal is an older copy",
-            file=run.journal,
-            fix=f"Restore a newer copy of both files{older}. `headrace export` exports the newest checkpoint.",
-        )
+        raise lost_commits(run, last, newest)
     run.batches.recover(last)
     missing = [step for step in range(covered + 1, last + 1) if not run.batches.exists(step)]
     missing = [step for step in missing if step > run.latest_checkpoint_step()]  # a checkpoint was saved meanwhile

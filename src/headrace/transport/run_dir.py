@@ -81,6 +81,10 @@ class RunDir:
         complete = self.checkpoints.glob(f"{STEP}/{MARKER}")
         return max((int(marker.parent.name.removeprefix("step-")) for marker in complete), default=0)
 
+    def newest_step(self) -> int:
+        """Return the newest step of which there is a batch or a checkpoint, both of which follow a commit."""
+        return max([self.latest_checkpoint_step(), *self.batches.steps()])
+
 
 class RolloutKind(StrEnum):
     """Prefix of the file names in `rollouts/`; the step, or the evaluated version, follows."""

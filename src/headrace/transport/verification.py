@@ -20,7 +20,7 @@ from headrace.transport.epochs import EPOCHS
 from headrace.transport.files import MARKER, check_regular
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import FileRecord
-from headrace.transport.journal_files import journals
+from headrace.transport.journal_files import journals, log_of
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import ACKNOWLEDGED, checksum, read_marker
 
@@ -62,7 +62,7 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
     """Yield what was checked, None for a file without a digest, and what recovers if it is damaged."""
     recorded: dict[str, FileRecord] = {}
     if run.journal.is_file():
-        journal, recorded = _read_journal(run.journal)
+        journal, recorded = _read_journal(run.journal, run)
         yield journal, ""
         if journal == run.journal:  # which reads these files, too
             yield from ((run.journal.with_name(f"{run.journal.name}{end}"), "") for end in ("-wal", "-shm"))
@@ -103,10 +103,26 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
         yield from ((check, export) for check in check_directory(directory))
 
 
-def _read_journal(path: Path) -> tuple[Path | BadInput | None, dict[str, FileRecord]]:
+def lost_commits(run: RunDir, last: int, newest: int) -> BadInput:
+    """Return the error of a journal that ends at step `last`, where there is a batch or checkpoint of step `newest`."""
+    what = path if (path := run.batches.path(newest)).exists() else f"a checkpoint of step {newest}"
+    older = f", or continue from a checkpoint of step {last} or before with --resume STEP" if last else ""
+    return BadInput(
+        f"the journal ends at step {last}, but there is {what}. The commits between them are lost: "
+        f"{log_of(run.journal)} was deleted or damaged, or the journal is an older copy",
+        file=run.journal,
+        fix=f"Restore a newer copy of both files{older}. `headrace export` exports the newest checkpoint.",
+    )
+
+
+def _read_journal(path: Path, run: RunDir | None = None) -> tuple[Path | BadInput | None, dict[str, FileRecord]]:
+    """Read a journal, that of `run` if it is the newest one; return it or its damage, and the files that it records."""
+    newest = run.newest_step() if run is not None else 0  # before the journal: a run may go on
     try:
         with closing(Journal(path, read_only=True)) as journal:
             journal.refuse_damage()
+            if run is not None and (last := journal.last_step()) < newest:
+                raise lost_commits(run, last, newest)
             return path if journal.has_checksums else None, journal.files()
     except BadInput as error:
         return error, {}
