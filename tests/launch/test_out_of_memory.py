@@ -19,8 +19,6 @@ from headrace.launch.node_messages import Start
 from headrace.launch.out_of_memory import RECENT_S, OomMonitor
 from headrace.launch.process import RSS_UNIT_BYTES, Lifeline, Process
 from headrace.machine import HostMemory
-from headrace.observe.summary import read_failure
-from headrace.transport.run_dir import RunDir
 from tests.launch.launching import assert_all_gone, finish, launch
 from tests.launch.node_world import wait_for
 
@@ -151,10 +149,9 @@ def test_one_that_used_most_of_the_memory_is_not_restarted_and_the_run_says_why_
     assert "out of memory" in err
     assert "saving the checkpoint of step 1" in err
     assert "of 0.3 GiB" in err
-    failure = read_failure(RunDir(tmp_path))
-    assert failure is not None
-    assert "out of memory" in failure
-    assert json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "failed"
+    heartbeat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert heartbeat["state"] == "failed"
+    assert "out of memory" in heartbeat["problem"]
     assert_all_gone(tmp_path)
 
 

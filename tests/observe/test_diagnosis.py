@@ -32,7 +32,7 @@ from headrace.observe.diagnosis import (
 )
 from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
-from headrace.observe.run_state import TAIL_BYTES, RunReader, last_line, unreachable_servers
+from headrace.observe.run_state import TAIL_BYTES, RunReader, last_lines, unreachable_servers
 from headrace.observe.status import ObservedStatus, Progress, Status, not_up
 from headrace.transport.files import MARKER
 from headrace.transport.run_dir import RunDir
@@ -419,7 +419,7 @@ def test_errors_about_memory_are_found_at_the_end_of_a_log(tmp_path: Path) -> No
     log.write_text("12:00:00 ERROR the engine died: MemoryError: \n12:00:01 stopping\n")
     (line, _) = RunReader(run).read().memory_errors["inference"]
     assert line == "12:00:00 ERROR the engine died: MemoryError:"
-    assert last_line(log) == "12:00:01 stopping"
+    assert last_lines(log)[-1] == "12:00:01 stopping"
     log.write_text(log.read_text() + "12:10:00 serving\n" * 1000)
     assert RunReader(run).read().memory_errors == {}
 

@@ -22,6 +22,7 @@ from headrace.observe.monitors import (
     MonitorError,
     format_messages,
     forwarding,
+    histograms_in,
     spread_over,
 )
 from headrace.rollout.types import Rollout, RolloutError, Sample
@@ -47,7 +48,11 @@ class Collector:
     def send(self, records: list[Record]) -> None:
         if self.broken:
             raise ConnectionError("the monitor's server is down")
-        self.steps += [record["step"] for record in records]
+        for record in records:
+            self.steps.append(record["step"])
+            for name, (counts, edges) in histograms_in(record).items():
+                assert len(edges) == len(counts) + 1
+                self.histograms.append((name, record["step"], int(counts.sum())))
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
         if name != "samples":
@@ -55,10 +60,6 @@ class Collector:
             return
         assert step not in self.samples
         self.samples[step] = samples
-
-    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
-        assert len(edges) == len(counts) + 1
-        self.histograms.append((name, step, int(counts.sum())))
 
     def close(self) -> None:
         pass

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.launch.run_directory import find_run
 from headrace.observe.diagnosis import diagnose
-from headrace.observe.run_state import RunReader, last_line
+from headrace.observe.run_state import RunReader, last_lines
 from headrace.observe.status import activity, duration
 from headrace.transport.run_dir import RunDir
 
@@ -24,11 +24,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     run = RunDir(find_run(arguments.run))
     state = RunReader(run).read(connect=True)
     findings = diagnose(state)
-    lines = {name: last_line(run.logs / f"{name}.log") for name in state.statuses}
+    last_line = {name: (last_lines(run.logs / f"{name}.log") or [""])[-1] for name in state.statuses}
     beat = state.heartbeat
     if arguments.json:
         processes = {
-            name: {"activity": activity(status), "last_log_line": lines[name]}
+            name: {"activity": activity(status), "last_log_line": last_line[name]}
             for name, status in state.statuses.items()
         }
         report = {"state": beat.state if beat else None, "processes": processes, "findings": findings}
@@ -41,8 +41,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(f"{run.root.resolve().name}: {beat.state if beat else 'no heartbeat'}, {steps}{still}")
         for name, status in state.statuses.items():
             print(f"  {name}: {activity(status)}")
-            if lines[name]:
-                print(f"    {lines[name]}")
+            if last_line[name]:
+                print(f"    {last_line[name]}")
         for finding in findings:
             print(f"{finding.severity}: {finding.process}: {finding.fact}")
             if finding.fix:

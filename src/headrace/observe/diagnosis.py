@@ -1,4 +1,4 @@
-"""Why a run does not advance, or is slower than it could be: what is known of it goes in, findings come out. Pure.
+"""Diagnosis of a run: why it does not advance, or is slower than it could be. Pure functions of a `RunState`.
 
 The page, the terminal and `headrace doctor` show the same findings. Processes that are stopped or gone explain every
 wait for them, so the waits are judged only if all processes work. A run stalls if no process shows a sign of progress
@@ -87,7 +87,7 @@ class RunState:
     free_bytes: int | None = None
     checkpoint_bytes: int = 0
     """Size of the newest checkpoint."""
-    memory_errors: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    memory_errors: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By process: the last line about lack of memory near the end of its log, and the log's age in seconds."""
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """Models on other servers that do not accept a connection: by name, address and reason."""
@@ -117,7 +117,7 @@ class RunState:
         return beat.time - (beat.last_sign or beat.last_progress) + self.silent_s
 
     def usual_s(self, least_s: float, factor: float = LONGER) -> float:
-        """Return how long this run may show no progress."""
+        """Return for how many seconds this run may show no progress, at least `least_s`."""
         return max(least_s, factor * (self.heartbeat.longest_quiet_s if self.heartbeat is not None else 0.0))
 
 
@@ -130,7 +130,7 @@ def signs_of_progress(statuses: Mapping[str, ProcessStatus]) -> object:
 
 
 def works_long(status: ProcessStatus) -> bool:
-    """Return whether a process does what may take minutes without a sign of progress."""
+    """Return whether the state of a process may last minutes without a sign of progress."""
     return status.state.startswith(LONG_WORK)
 
 
@@ -141,9 +141,9 @@ def diagnose(run: RunState, stall_s: float = STALL_S) -> list[Finding]:
     found = [*_launcher(run)]
     if not any(finding.kind == "gone" for finding in found):
         found += _lost_processes(run, min(stall_s, SILENT_S))
-    found += [*_disk(run), *_unreachable(run), *_clocks(run)]
+    found += [*_disk(run), *_servers_and_clocks(run)]
     if not _has_problem(found):
-        found += [*_starved(run), *_reported(run), *_waits(run), *_episodes(run), *_queues(run)]
+        found += [*_reported(run), *_waits(run), *_episodes(run), *_queues(run)]
     if not _has_problem(found):
         found += _stall(run, stall_s)
     return [*found, *_pace(run)]
@@ -242,13 +242,11 @@ def _disk(run: RunState) -> Iterator[Finding]:
         yield Finding("disk_full", "warning", "disk", f"the disk of the run has {sizes}", fix)
 
 
-def _unreachable(run: RunState) -> Iterator[Finding]:
+def _servers_and_clocks(run: RunState) -> Iterator[Finding]:
+    """Yield models on other servers that do not answer, and clocks that were set."""
     for name, reason in run.unreachable.items():
         fix = "Start its server again, or correct its base_url; rollouts that need it are dropped meanwhile."
         yield Finding("unreachable", "problem", name, f"the model does not answer: {reason}", fix)
-
-
-def _clocks(run: RunState) -> Iterator[Finding]:
     for name, status in run.active.items():
         if status.clock_jump_s and (age := status.age(status.clock_jump_since)) < CLOCK_S:
             fact = f"the clock of its host was set by {status.clock_jump_s:+,.0f} s, {age:.0f} s ago"
@@ -257,19 +255,16 @@ def _clocks(run: RunState) -> Iterator[Finding]:
 
 
 def _reported(run: RunState) -> Iterator[Finding]:
+    """Yield a lack of memory that was logged since the last progress, or shortly before, and reported problems."""
+    still = run.still_s or 0.0
+    for name, (_, age_s) in run.memory_errors.items():
+        if still >= STARVED_S and age_s <= still + LONG_WAIT_S:
+            yield _failure(run, name, f"no progress for {still:.0f} s")
     for name, status in run.active.items():
         if status.problem:
             age, since = status.age(status.problem_since), time.localtime(status.problem_since)
             fact = f"no progress since {time.strftime('%H:%M:%S', since)} ({duration(age)}): {status.problem}"
             yield Finding("reported", "problem" if age >= LONG_WAIT_S else "warning", name, fact)
-
-
-def _starved(run: RunState) -> Iterator[Finding]:
-    """Yield processes that have logged a lack of memory since the last progress, or shortly before."""
-    still = run.still_s or 0.0
-    for name, (_, age_s) in run.memory_errors.items():
-        if still >= STARVED_S and age_s <= still + LONG_WAIT_S:
-            yield _failure(run, name, f"no progress for {still:.0f} s")
 
 
 def _waits(run: RunState) -> Iterator[Finding]:

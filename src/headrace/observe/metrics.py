@@ -127,7 +127,7 @@ _decode = msgspec.json.Decoder(dict[str, float | int | bool | str | None]).decod
 
 
 def _read_record(line: bytes, texts: str) -> Record:
-    """Decode a line, without texts but the process's name and those whose name begins with `texts`.
+    """Decode a line and drop its texts, except the process's name and those whose name begins with `texts`.
 
     Raises `ValueError` unless it has a step and a time.
     """
@@ -145,7 +145,7 @@ class Tail:
     """Reads the records appended since the last call. Damaged lines are left out and reported."""
 
     def __init__(self, path: Path, offset: int = 0, *, texts: str = "") -> None:
-        """`texts`: how the names of texts begin that are read, too."""
+        """`texts`: prefix of the names of texts that are kept; empty keeps none."""
         self.path, self.offset, self._texts = path, offset, texts
 
     def read(self) -> list[Record]:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from headrace.config.files import read_toml
-from headrace.config.monitors import TensorboardConfig, TrackioConfig, WandbConfig
+from headrace.config.monitors import SamplesConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from headrace.errors import BadInput
 from headrace.observe.histograms import BOUNDS, PREFIX, decode
 from headrace.observe.metrics import Record, Tail, read_metrics
@@ -60,8 +60,6 @@ class Monitor(Protocol):
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None: ...
 
-    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -74,16 +72,16 @@ def forwarding(
 ) -> Iterator[None]:
     """Forward metrics and samples to the configured monitors while inside."""
     with ExitStack() as stack:
+
+        def forward(name: str, monitor: Monitor, config: SamplesConfig) -> None:
+            stack.enter_context(Forwarder(run, name, monitor, **config.model_dump(include=SAMPLE_OPTIONS)))
+
         if tensorboard is not None and tensorboard.enabled:
-            options = tensorboard.model_dump(include=SAMPLE_OPTIONS)
-            monitor = Tensorboard(run.root / "tensorboard")
-            stack.enter_context(Forwarder(run, "tensorboard", monitor, **options))
+            forward("tensorboard", Tensorboard(run.root / "tensorboard"), tensorboard)
         if wandb is not None and wandb_mode(wandb) != "disabled":
-            options = wandb.model_dump(include=SAMPLE_OPTIONS)
-            stack.enter_context(Forwarder(run, "wandb", Wandb(run, wandb), **options))
+            forward("wandb", Wandb(run, wandb), wandb)
         if trackio is not None and trackio.enabled:
-            options = trackio.model_dump(include=SAMPLE_OPTIONS)
-            stack.enter_context(Forwarder(run, "trackio", Trackio(run, trackio), **options))
+            forward("trackio", Trackio(run, trackio), trackio)
         yield
 
 
@@ -147,7 +145,6 @@ class Forwarder:
     def _forward(self) -> None:
         if records := self._tail.read():
             self._monitor.send(records)
-            self._send_histograms(records)
             write_atomically(self._mark, str(self._tail.offset).encode())
         for kind, send in ((RolloutKind.TRAIN, self._send_step), (RolloutKind.EVAL, self._send_evaluation)):
             for step, path in kind.files(self._rollouts).items():
@@ -155,13 +152,6 @@ class Forwarder:
                     send(step, path)
                 except FileNotFoundError:
                     log.info("%s: not sent, deleted by keep_rollouts before", path)
-
-    def _send_histograms(self, records: list[Record]) -> None:
-        for record in records:
-            for name in (key.removeprefix(PREFIX) for key in record if key.startswith(PREFIX)):
-                if name in BOUNDS:
-                    counts, edges = decode(name, record[PREFIX + name]).buckets(name)
-                    self._monitor.send_histogram(name, record["step"], counts, edges)
 
     def _send_step(self, step: int, path: Path) -> None:
         """Send some rollouts of a new step."""
@@ -249,6 +239,9 @@ class Tensorboard:
     def send(self, records: list[Record]) -> None:
         for record in records:
             values = [self._summary.Value(tag=key, simple_value=value) for key, value in _numbers(record).items()]
+            for name, (counts, edges) in histograms_in(record).items():
+                buckets = self._tensor(np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64))
+                values.append(self._summary.Value(tag=name, metadata=self._histogram, tensor=buckets))
             summary = self._summary(value=values)
             self._writer.add_event(self._event(wall_time=record["time"], step=record["step"], summary=summary))
         self._writer.flush()
@@ -257,12 +250,6 @@ class Tensorboard:
         cells = [["" if (cell := sample[key]) is None else str(cell) for key in SAMPLE_COLUMNS] for sample in samples]
         table = self._text(name, np.array([SAMPLE_COLUMNS, *cells], object))  # shown as rows and columns
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=table))
-        self._writer.flush()
-
-    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
-        buckets = self._tensor(np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64))
-        value = self._summary.Value(tag=name, metadata=self._histogram, tensor=buckets)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
         self._writer.flush()
 
     def close(self) -> None:
@@ -320,14 +307,13 @@ class Wandb:
             for name in gauges - self._gauges:  # by full name: of two patterns that match, W&B uses either
                 self._run.define_metric(name, step_metric=ELAPSED)
             self._gauges |= gauges
-            self._run.log({**numbers, "step": record["step"], ELAPSED: record["time"] - self._started})
+            histograms = {name: self._histogram(np_histogram=each) for name, each in histograms_in(record).items()}
+            times = {"step": record["step"], ELAPSED: record["time"] - self._started}
+            self._run.log({**numbers, **histograms, **times})
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
         rows = [[step, *(sample[key] for key in SAMPLE_COLUMNS)] for sample in samples]
         self._run.log({name: self._table(columns=["step", *SAMPLE_COLUMNS], data=rows), "step": step})
-
-    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._run.log({name: self._histogram(np_histogram=(counts, edges)), "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -359,14 +345,12 @@ class Trackio:
 
     def send(self, records: list[Record]) -> None:
         for record in records:
-            self._run.log(_numbers(record), step=record["step"])
+            histograms = {name: self._histogram(np_histogram=each) for name, each in histograms_in(record).items()}
+            self._run.log({**_numbers(record), **histograms}, step=record["step"])
 
     def send_samples(self, name: str, step: int, samples: list[Record]) -> None:
         rows = [[sample[key] for key in SAMPLE_COLUMNS] for sample in samples]
         self._run.log({name: self._table(columns=list(SAMPLE_COLUMNS), data=rows)}, step=step)
-
-    def send_histogram(self, name: str, step: int, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._run.log({name: self._histogram(np_histogram=(counts, edges))}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -378,6 +362,12 @@ def _read_mark(path: Path) -> int:
 
 def _numbers(record: Record) -> dict[str, float]:
     return {key: value for key, value in record.items() if key not in NOT_METRICS and isinstance(value, int | float)}
+
+
+def histograms_in(record: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the histograms of a record by name: the counts of their bins, and the edges of these."""
+    names = [key.removeprefix(PREFIX) for key in record if key.startswith(PREFIX)]
+    return {name: decode(name, record[PREFIX + name]).buckets(name) for name in names if name in BOUNDS}
 
 
 def _missing(package: str) -> MonitorError:

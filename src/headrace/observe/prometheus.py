@@ -129,16 +129,13 @@ class RecordedMetrics:
             self._step = step
             for name, value in metrics.items():
                 if isinstance(value, str) and name.startswith(PREFIX):
-                    self._add_histogram(name.removeprefix(PREFIX), value)
+                    key = name.removeprefix(PREFIX)
+                    histogram, added = self._histograms.setdefault(key, Histogram(BOUNDS[key])), decode(key, value)
+                    histogram.counts = [a + b for a, b in zip(histogram.counts, added.counts.tolist(), strict=True)]
+                    histogram.total += added.total
                 elif name and isinstance(value, int | float) and math.isfinite(value):
                     self._values[name] = value
                     self._sums[name] += value if _rule_of(name)[0].summed else 0
-
-    def _add_histogram(self, name: str, text: str) -> None:
-        histogram = self._histograms.setdefault(name, Histogram(BOUNDS[name]))
-        step = decode(name, text)
-        histogram.counts = [a + b for a, b in zip(histogram.counts, step.counts.tolist(), strict=True)]
-        histogram.total += step.total
 
     def lines(self) -> Iterator[str]:
         with self._lock:

@@ -53,16 +53,12 @@ class RunReader:
         if state.heartbeat is not None:
             state.silent_s = max(0.0, time.time() - self._run.heartbeat.stat().st_mtime)
         add_machine(state, self._run)
-        if connect and state.is_running and state.active:
-            state.unreachable = unreachable_servers(self._read_config())
+        if connect and state.is_running and state.active and self._run.config.is_file():
+            try:  # not by `config.files`, whose imports take longer than all the rest
+                state.unreachable = unreachable_servers(tomllib.loads(self._run.config.read_text()))
+            except ValueError as error:
+                raise BadInput(f"not the configuration of a run: {error}", file=self._run.config) from error
         return state
-
-    def _read_config(self) -> dict[str, Any]:
-        # Not by `config.files`, whose imports take longer than all the rest.
-        try:
-            return tomllib.loads(self._run.config.read_text()) if self._run.config.is_file() else {}
-        except ValueError as error:
-            raise BadInput(f"not the configuration of a run: {error}", file=self._run.config) from error
 
     def _read_metrics(self) -> None:
         size = self._run.metrics.stat().st_size if self._run.metrics.is_file() else 0
@@ -81,8 +77,10 @@ def add_machine(state: RunState, run: RunDir) -> None:
     """Add the processes of this host, what logs say about memory, and the space on the disk of the run."""
     if state.is_running:
         state.processes = list_processes()
-    names = {*state.statuses, *(state.heartbeat.restarts if state.heartbeat is not None else ())}
-    state.memory_errors = {name: found for name in names if (found := _memory_error(run.logs / f"{name}.log"))}
+    for name in {*state.statuses, *(state.heartbeat.restarts if state.heartbeat is not None else ())}:
+        log = run.logs / f"{name}.log"
+        if lines := [line for line in last_lines(log) if any(text in line for text in OUT_OF_MEMORY)]:
+            state.memory_errors[name] = lines[-1], max(0.0, time.time() - log.stat().st_mtime)
     disk = os.statvfs(run.root)
     state.free_bytes = disk.f_bavail * disk.f_frsize if disk.f_favail or not disk.f_files else 0
     checkpoints = sorted(path.parent for path in run.checkpoints.glob(f"{STEP}/{MARKER}"))
@@ -121,18 +119,8 @@ def _connect(url: str) -> str:
     return ""
 
 
-def last_line(log: Path) -> str:
-    """Return the last line of a log file; empty if there is none."""
-    return next((line for line in reversed(_last_lines(log))), "")
-
-
-def _memory_error(log: Path) -> tuple[str, float] | None:
-    """Return the last of the final lines of a log that is about lack of memory, and the age of the log."""
-    lines = [line for line in _last_lines(log) if any(text in line for text in OUT_OF_MEMORY)]
-    return (lines[-1], max(0.0, time.time() - log.stat().st_mtime)) if lines else None
-
-
-def _last_lines(log: Path) -> list[str]:
+def last_lines(log: Path) -> list[str]:
+    """Return the lines at the end of a log file, without empty ones; none if there is no such file."""
     if not log.is_file():
         return []
     with open(log, "rb") as file:

@@ -108,7 +108,7 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
         start, end, source = held_out[0][1], held_out[-1][1], "held-out"
     elif train := history.train_reward():
         (start, end), source = ends(train), "train"
-    prefix = "progress/dropped/"
+    prefix, heartbeat = "progress/dropped/", read_heartbeat(run.heartbeat)
     shares = [share for _, share in history.slots_used()]
     used = sum(shares[-END_STEPS:]) / len(shares[-END_STEPS:]) if shares else None
     return Summary(
@@ -124,7 +124,7 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
         dropped={key.removeprefix(prefix): int(n) for key, n in latest.items() if key.startswith(prefix) and n},
         skipped=int(latest.get("optim/skipped") or 0),
         environments=report_environments(run, history),
-        failure=read_failure(run),
+        failure=heartbeat.problem or None if heartbeat is not None and heartbeat.state == "failed" else None,
         slots_used=used,
         slots_advice=None if used is None or used >= LOW_SLOT_USE else _slots_advice(_saved_config(run)),
     )
@@ -137,12 +137,6 @@ def _slots_advice(config: _SavedConfig) -> str | None:
     if config.orchestrator.max_inflight_rollouts != "auto":
         return 'raise orchestrator.max_inflight_rollouts, or set it to "auto"'
     return None
-
-
-def read_failure(run: RunDir) -> str | None:
-    """Return why the run failed, from its last heartbeat; None if it did not."""
-    heartbeat = read_heartbeat(run.heartbeat)
-    return heartbeat.problem or None if heartbeat is not None and heartbeat.state == "failed" else None
 
 
 def report_environments(run: RunDir, history: History) -> list[EnvironmentReport]:

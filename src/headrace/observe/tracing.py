@@ -2,7 +2,7 @@
 
 A trace is an episode: its turns, the requests of each to an engine, its tools and rewards, and the credit of its group,
 which comes later. Requests carry the W3C header `traceparent`, so that spans of the run's servers belong to the trace.
-Without `[otel]` a span is one comparison, and OpenTelemetry is not imported.
+Without `[otel]` a span costs one comparison, and OpenTelemetry is not imported.
 
 Left out on purpose: texts, which belong to the rollout files; tools and rewards inside of an environment's worker
 processes, of which the trace has the turns alone.
