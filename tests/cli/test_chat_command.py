@@ -12,7 +12,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.cli.serve import greeting
-from headrace.launch.server_target import address_in
+from headrace.launch.server_target import GREETING
 from headrace.rollout.version import Version
 from headrace.transport.run_dir import RunDir
 from tests.cli.run_files import RUN_FILE
@@ -83,8 +83,8 @@ def test_a_server_of_a_chat_that_does_not_start_is_explained_by_the_end_of_its_l
 
 def test_what_a_server_says_when_it_is_up_tells_a_chat_where():
     said = "a line of its log\n" + greeting("http://127.0.0.1:4711", "KEY") + "\n"
-    assert address_in(said) == "http://127.0.0.1:4711/v1"
-    assert address_in("a line of its log\nserving on http://127.0.0.1:4") is None
+    assert GREETING.findall(said) == ["http://127.0.0.1:4711/v1"]
+    assert GREETING.search("a line of its log\nserving on http://127.0.0.1:4") is None
 
 
 @pytest.mark.full

@@ -265,7 +265,13 @@ def test_an_existing_run_is_refused_with_both_ways_out(
 
 @pytest.mark.parametrize(("step", "continued"), [("latest", "out"), ("5", "out-from-5")])
 def test_a_run_and_a_fork_of_it_go_on_with_the_model_that_the_run_began_with(
-    step: str, continued: str, run_file: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str,
+    continued: str,
+    run_file: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for saved in (5, 10):
         (tmp_path / "out" / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True)
@@ -279,6 +285,7 @@ def test_a_run_and_a_fork_of_it_go_on_with_the_model_that_the_run_began_with(
     assert [(config.output_dir, config.trainer.model.name) for config in launched] == [
         (tmp_path / continued, str(model))
     ]
+    assert str(model) in capsys.readouterr().err
 
 
 def test_clean_refuses_a_directory_that_is_no_run(

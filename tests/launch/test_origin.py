@@ -14,7 +14,7 @@ from headrace.config.base import ConfigError
 from headrace.config.model import ModelConfig
 from headrace.config.sft import SftDataConfig
 from headrace.launch import origin
-from headrace.launch.origin import resolve, resolve_again
+from headrace.launch.origin import model_of_run, resolve
 from headrace.text.hub import ModelNotFound
 from headrace.transport.run_dir import RunDir
 from tests.refusals import refused
@@ -131,33 +131,15 @@ def test_an_sft_files_environment_may_lie_beside_it(tmp_path: Path, monkeypatch:
     assert str(tmp_path) in os.environ["PYTHONPATH"].split(os.pathsep)  # for the trainer, too
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """A run that began with the model in `began`."""
+def test_the_initial_model_of_a_run_is_known_while_it_exists(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
+    assert model_of_run(run) is None
     run.root.mkdir()
     (tmp_path / "began").mkdir()
     run.config.write_text(f'[model]\nname = "{tmp_path / "began"}"\n')
-    return run
-
-
-@pytest.mark.parametrize("model", [ModelConfig(sft=Path("changed.toml")), ModelConfig(init="tiny")])
-def test_a_run_goes_on_with_the_model_that_it_began_with_and_says_so(
-    model: ModelConfig, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert resolve_again(model, run) == str(tmp_path / "began")
-    assert str(tmp_path / "began") in capsys.readouterr().err
-
-
-def test_a_model_that_is_gone_is_made_again_as_its_file_says_now(run: RunDir, tmp_path: Path) -> None:
+    assert model_of_run(run) == str(tmp_path / "began")
     (tmp_path / "began").rmdir()
-    with refused(ConfigError, key="model.sft"):
-        resolve_again(ModelConfig(sft=tmp_path / "changed.toml"), run)
-
-
-def test_a_model_that_is_given_by_name_is_that_one_when_a_run_goes_on_too(run: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve_again(ModelConfig(name=str(tmp_path)), run) == str(tmp_path)
+    assert model_of_run(run) is None
 
 
 def test_data_is_known_by_its_content(tmp_path: Path) -> None:

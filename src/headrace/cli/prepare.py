@@ -79,7 +79,7 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
     import_renderers()
     from headrace.imports import load_function
     from headrace.launch.checks import check_run
-    from headrace.launch.origin import model_of_run, resolve, resolve_again
+    from headrace.launch.origin import model_of_run, resolve
     from headrace.launch.resources import plan_here
     from headrace.trainer.losses.custom import CustomLossConfig
 
@@ -101,8 +101,9 @@ def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
         return None
     if plan.clean and isinstance(config, RunConfig) and isinstance(loss := config.trainer.loss, CustomLossConfig):
         load_function(loss.import_path, loss.kwargs, "loss")  # brings torch: worth it where a run is deleted
-    model = resolve_again(config.model, before) if plan.resume else resolve(config.model)
-    config = pin(config, plan.directory, model)
+    if began_with is not None:  # even if the data behind `model.sft` has changed since
+        notify(f"continuing with the initial model of this run, {began_with}; for another model, start a new run")
+    config = pin(config, plan.directory, began_with or resolve(config.model))
     if checked.model is None:  # it has been fetched by now
         checked = check_run(config)
         notify(*checked.notices)

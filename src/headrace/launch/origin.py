@@ -48,18 +48,6 @@ def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
     raise ConfigError("not set", key="model", fix="Set model.name, model.init or model.sft.")
 
 
-def resolve_again(model: ModelConfig, run: RunDir) -> str:
-    """Return the model that a resumed run began with, even if the data behind `model.sft` has changed since.
-
-    A model that no longer exists is created again.
-    """
-    initial = model_of_run(run) if model.sft or model.init else None
-    if initial is not None:
-        notify(f"continuing with the initial model of this run, {initial}; for another model, start a new run")
-        return initial
-    return resolve(model)
-
-
 def model_of_run(run: RunDir) -> str | None:
     """Return the initial model of a run, or None if the run has not begun or the model no longer exists."""
     name = value_at(read_toml(run.config), ["model", "name"]) if run.config.is_file() else None

@@ -106,10 +106,6 @@ class ResourcePlan:
     """Refusals of the engine that are certain."""
 
     @property
-    def may_fit(self) -> bool:
-        return not self.problems and not any(budget.cannot_fit for budget in self.budgets)
-
-    @property
     def fits(self) -> bool:
         """Whether it fits with all estimates."""
         return not self.problems and all(budget.needed <= budget.available for budget in self.budgets)

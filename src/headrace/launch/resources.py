@@ -14,7 +14,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import AdamWConfig, LoraConfig, TrainingConfig
 from headrace.errors import BadInput
 from headrace.inference.model_shape import ModelShape
@@ -104,8 +103,6 @@ class Change(NamedTuple):
 def find_refusal(config: AnyRun, plan_of: Callable[[AnyRun], ResourcePlan]) -> BadInput | None:
     """Return why a run cannot fit, with the changes for which its plan fits; None if it may fit."""
     plan = plan_of(config)
-    if plan.may_fit:
-        return None
     facts = [
         f"{budget.resource}: at least {gib(budget.certain)} GiB are needed, and {gib(budget.available)} exist "
         f"({', '.join(f'{part.name} {gib(part.size)}' for part in budget.parts if part.is_certain and part.size)})"
@@ -114,6 +111,8 @@ def find_refusal(config: AnyRun, plan_of: Callable[[AnyRun], ResourcePlan]) -> B
     ]
     # An engine's refusal repeats what the budget of its GPU shows.
     facts = facts or [problem.fact for problem in plan.problems]
+    if not facts:
+        return None
     solutions = find_solutions(config, lambda changed: plan_of(changed).fits)
     if not solutions:
         fix = "No setting of the run file makes it fit: take a smaller model, or a larger machine."
@@ -146,7 +145,12 @@ def changes_of(config: AnyRun) -> Iterator[Change]:
     prefix = "trainer." if isinstance(config, RunConfig) else ""
 
     def change(key: str, text: str, update: Callable[[TrainingConfig], dict[str, Any]]) -> Change:
-        return Change(f"{prefix}{key}", text.format(prefix), lambda run: _with_trainer(run, update(trainer_of(run))))
+        def apply(run: AnyRun) -> AnyRun:
+            trainer = trainer_of(run)
+            changed = trainer.model_copy(update=update(trainer))
+            return run.model_copy(update={"trainer": changed}) if isinstance(run, RunConfig) else changed
+
+        return Change(f"{prefix}{key}", text.format(prefix), apply)
 
     def within(section: str, **values: Any) -> Callable[[TrainingConfig], dict[str, Any]]:
         return lambda run: {section: getattr(run, section).model_copy(update=values)}
@@ -170,9 +174,3 @@ def changes_of(config: AnyRun) -> Iterator[Change]:
     if trainer.lora is None:
         adapter = LoraConfig()
         yield change("lora", "an adapter ([{0}lora])", lambda run: {"lora": adapter})
-
-
-def _with_trainer(config: AnyRun, update: dict[str, Any]) -> AnyRun:
-    if isinstance(config, OfflineConfig):
-        return config.model_copy(update=update)
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})

@@ -118,11 +118,11 @@ class PrivateServer:
     def address(self) -> str | None:
         """Return the base URL with `/v1`, or None while the model is loading. Raises `ServerEnded`."""
         running = self._process.running  # read before the log, so that the log is complete if the process has ended
-        address = address_in(self._process.log.read_text(errors="replace"))
-        if address is None and not running:
+        greeting = GREETING.search(self._process.log.read_text(errors="replace"))
+        if greeting is None and not running:
             lines = "\n".join(f"    {line}" for line in self._process.last_lines())
             raise ServerEnded(f"the server {self._process.how_it_ended()}; the end of its log:\n{lines}")
-        return address
+        return None if greeting is None else greeting[1]
 
     def close(self) -> None:
         """Stop the server and its child processes."""
@@ -130,9 +130,3 @@ class PrivateServer:
         self._process.wait(STOP_TIMEOUT_S)
         self._process.kill()
         self._lifeline.close()
-
-
-def address_in(log: str) -> str | None:
-    """Return the base URL that the log of a server names, or None."""
-    match = GREETING.search(log)
-    return None if match is None else match[1]

@@ -114,18 +114,16 @@ class NodeHosts:
                 refusals = list(self.driver.refusals.values())
             if refusals or is_unreachable:
                 raise LaunchError("\n".join([*refusals, *problems]))
-            self._refuse_unfit([node.host for node in computing])
+            if self._needs is not None and (each := self._needs.gpus_per_node) is not None:
+                # Raises `ConfigError` if the hosts are not enough whatever joins later: one of them has too few GPUs.
+                gpus = tuple(map(str, range(each)))
+                expected = [Host(f"host {n}", gpus=gpus) for n in range(len(computing), self._needed)]
+                place([*(node.host for node in computing), *expected], self._needs)
             if wait.is_over(now):
                 raise LaunchError(self._describe_missing(computing))
             if now - started > SETTLE_S and wait.is_due(now):
                 self.driver.notify(wait.notice(now, self._describe_missing(computing)))
             time.sleep(POLL_S)
-
-    def _refuse_unfit(self, joined: Sequence[Host]) -> None:
-        """Raise `ConfigError` if the hosts are not enough whatever joins later: one of them has too few GPUs."""
-        if self._needs is not None and (each := self._needs.gpus_per_node) is not None:
-            gpus = tuple(map(str, range(each)))
-            place([*joined, *(Host(f"host {n}", gpus=gpus) for n in range(len(joined), self._needed))], self._needs)
 
     def _describe_missing(self, nodes: Sequence[Node]) -> str:
         """Return which hosts have joined, and what is known about the others."""

@@ -36,7 +36,7 @@ from headrace.launch.node_messages import LEASE_S, Join, ProcessState, Start
 from headrace.launch.node_registry import natural_order
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
-from headrace.launch.ray_bundles import Bundle, describe_shortage, make_bundles
+from headrace.launch.ray_bundles import describe_shortage, make_bundles
 from headrace.transport.run_dir import RunDir
 
 ADMIT_S = 2.0
@@ -205,8 +205,11 @@ class RayHosts:
             if node in nodes and (group.id, index) not in hosts
         ]
         placed.sort(key=lambda bundle: natural_order(bundle[0]["NodeManagerHostname"]))
-        names = [self._unique(node["NodeManagerHostname"]) for node, _, _ in placed]
-        errors = {}
+        names, errors = [], {}
+        for node, _, _ in placed:  # names that no host of the run has had yet
+            name = node["NodeManagerHostname"]
+            self._names[name] += 1
+            names.append(name if self._names[name] == 1 else f"{name}-{self._names[name]}")
         with ThreadPoolExecutor(max(1, len(placed))) as pool:
             checks = [pool.submit(self._check, name, *bundle) for name, bundle in zip(names, placed, strict=True)]
         for check, (_, group, index) in zip(checks, placed, strict=True):
@@ -217,11 +220,6 @@ class RayHosts:
             except LaunchError as error:
                 errors[group.id, index] = error
         return errors
-
-    def _unique(self, name: str) -> str:
-        """Return a name that no host of the run has had yet."""
-        self._names[name] += 1
-        return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
     def _check(self, name: str, node: Mapping[str, Any], group: Any, index: int) -> RayHost:
         """Start the keeper of a bundle, and have it describe its host. Raises `LaunchError`."""
@@ -258,19 +256,21 @@ class RayHosts:
                 raise LaunchError(f"host {a.name} ({a.facts.address}) cannot reach host {b.name} at {where}: {problem}")
 
     def _keep_admitting(self) -> None:
+        """Reserve nodes that join the cluster, and admit the nodes of placed bundles, until `close`."""
+        from ray.util import placement_group
+
         left_out: dict[tuple[Any, int], LaunchError] = {}
         while not self._is_closed.wait(ADMIT_S):
-            self._take_new_nodes()
+            # An autoscaling cluster adds nodes on demand, perhaps for others.
+            for node in () if self._config.autoscaling else living_nodes():
+                if node["NodeID"] not in self._known:
+                    self._known.add(node["NodeID"])
+                    bundles = make_bundles([node["Resources"]], 1, self._gpus_per_node)
+                    on_node = [{NODE_LABEL: node["NodeID"]}]
+                    self._groups.append(placement_group(bundles, bundle_label_selector=on_node))
             before, left_out = left_out, self._admit()
             for bundle in left_out.keys() - before.keys():
                 self.driver.notify(f"{left_out[bundle]}; the host is left out")
-
-    def _take_new_nodes(self) -> None:
-        """Reserve the nodes that have joined the cluster since; not those that were added for others on demand."""
-        for node in living_nodes():
-            if node["NodeID"] not in self._known and not self._config.autoscaling:
-                self._known.add(node["NodeID"])
-                self._reserve(make_bundles([node["Resources"]], 1, self._gpus_per_node)[0], node["NodeID"])
 
     def request(self, servers: int, gpus: int) -> None:
         """Have the cluster add hosts like the largest of the run, each a group of its own, to be released alone."""
@@ -298,11 +298,6 @@ class RayHosts:
                 self._groups.remove(added[host.bundle[0]])
                 remove_placement_group(added[host.bundle[0]])  # ends its keeper, too
                 self.driver.notify(f"host {host.name} is idle and was given back to the Ray cluster")
-
-    def _reserve(self, bundle: Bundle, node: str) -> None:
-        from ray.util import placement_group
-
-        self._groups.append(placement_group([bundle], bundle_label_selector=[{NODE_LABEL: node}]))
 
     def _keep_polling(self) -> None:
         """Poll hosts and processes until `close`."""
