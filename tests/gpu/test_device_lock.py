@@ -154,7 +154,7 @@ def test_a_trainer_gets_the_memory_of_the_cache_for_its_steps(tmp_path: Path) ->
     model = Qwen3ForCausalLM(config).to("cuda", torch.bfloat16).eval()
     block = 16 * 2 * 28 * 8 * 128 * 2
     engine = Engine(model, max_model_len=128, max_running=8, kv_blocks=(free() - 8 * GIB) // block, compile=False)
-    assert engine.cache_bytes > 0
+    assert engine.runner.cache_bytes > 0
     lock = DeviceLock(tmp_path / "turns", trainer=False)
     assert lock.try_acquire()
     thread = EngineThread(engine, lock)

@@ -185,9 +185,9 @@ def test_a_restored_cache_works_with_the_same_graphs() -> None:
     for _ in range(10):
         engine.step()
     free = torch.cuda.mem_get_info()[0]
-    assert engine.release_cache() == engine.cache_bytes > 0
+    assert engine.release_cache() == engine.runner.cache_bytes > 0
     assert torch.cuda.mem_get_info()[0] > free
-    engine.restore_cache()
+    engine.runner.restore()
     run_all(engine)
     assert_exact(requests, model)
 

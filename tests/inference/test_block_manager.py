@@ -106,19 +106,19 @@ def test_a_block_keeps_its_first_hash() -> None:
 
 def test_evicted_blocks_are_not_found_and_reused_first() -> None:
     manager = BlockManager(4)
-    manager.release(filled(manager, A, B, C))
-    manager.evict([1])
+    first, *others = filled(manager, A, B, C)
+    manager.release(others)
+    manager.release([first], evict=True)
     assert (manager.find(A), manager.find(B), manager.find(C)) == (None, 2, 3)
     assert manager.allocate() == 1
 
 
-def test_a_referenced_block_may_be_evicted_and_registered_again() -> None:
+def test_a_block_that_others_refer_to_is_not_evicted() -> None:
     manager = BlockManager(3)
     [block] = filled(manager, A)
-    manager.evict([block])
-    assert (manager.find(A), (manager.references[block] > 0)) == (None, True)
-    manager.register(block, B)
-    assert manager.find(B) == block
+    manager.share(block)
+    assert manager.release([block], evict=True) == []
+    assert manager.find(A) == block
 
 
 def test_evicting_all_keeps_references() -> None:
@@ -148,7 +148,7 @@ def test_random_traffic_matches_a_model_of_lists(seed: int) -> None:
     held: list[int] = []  # one entry per reference
     choices = [A, B, C, D, *(root_hash(number) for number in range(8))]
     for _ in range(600):
-        action = rng.choice(["take", "take", "hash", "share", "share", "release", "release", "forget", "all"])
+        action = rng.choice(["take", "take", "hash", "share", "share", "release", "release", "evict", "all"])
         if action == "take" and order:
             block = manager.allocate()
             assert block == order.pop(0)
@@ -168,21 +168,17 @@ def test_random_traffic_matches_a_model_of_lists(seed: int) -> None:
             order = [other for other in order if other != block]
             references[block] += 1
             held.append(block)
-        elif action == "release" and held:
+        elif action in ("release", "evict") and held:
             leaving = [held.pop(rng.randrange(len(held))) for _ in range(rng.randint(1, len(held)))]
             freed = []
             for block in reversed(leaving):
                 references[block] -= 1
                 if not references[block]:
                     freed.append(block)
+                    if action == "evict":
+                        hashes.pop(block, None)
                     order = [*order, block] if block in hashes else [block, *order]
-            assert manager.release(leaving) == freed
-        elif action == "forget" and hashes:
-            block = rng.choice([*hashes])
-            manager.evict([block])
-            del hashes[block]
-            if block in order:
-                order = [block, *(other for other in order if other != block)]
+            assert manager.release(leaving, evict=action == "evict") == freed
         elif action == "all" and rng.random() < 0.1:
             manager.evict_all()
             hashes.clear()

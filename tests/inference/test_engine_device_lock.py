@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from headrace.inference.backend import EngineError, RequestCancelled
+from headrace.inference.embedded import engine as engine_module
 from headrace.inference.embedded import thread as device_lock_module
 from headrace.inference.embedded.cuda.kv_storage import OutOfDeviceMemory
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.runner import PlainRunner
 from headrace.inference.embedded.thread import EngineDeviceLock, EngineThread
 from headrace.inference.schema import SamplingParams
 from headrace.rollout.version import Version
@@ -149,38 +151,36 @@ def test_a_failed_engine_holds_the_lock_as_long_as_its_memory(
     assert trainer.try_acquire()
 
 
-class LendingEngine(Engine):
-    """An engine that only records that its cache is released."""
+class LendingRunner(PlainRunner):
+    """A runner that only records that its cache is released."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, max_model_len=128)
-        self.lent = False
-        self.is_short = False
+    cache_bytes = GIB
+    lent = is_short = False
 
-    @property
-    def cache_bytes(self) -> int:
-        return GIB
-
-    def release_cache(self) -> int:
+    def release(self) -> int:
         given, self.lent = 0 if self.lent else GIB, True
-        for request in self.scheduler.running:
-            self.scheduler.recompute(request, self._weights)
         return given
 
-    def restore_cache(self) -> None:
+    def restore(self) -> None:
         if self.is_short:
             raise OutOfDeviceMemory("1.0 GiB are needed")
         self.lent = False
 
-    def step(self) -> None:
+    def launch(self, *arguments: Any) -> Any:
         assert not self.lent
-        super().step()
+        return super().launch(*arguments)
 
 
 @pytest.fixture
-def lending(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineThread]:
+def lending_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(engine_module, "PlainRunner", LendingRunner)
+    return Engine(model, max_model_len=128)
+
+
+@pytest.fixture
+def lending(lending_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineThread]:
     monkeypatch.setattr(device_lock_module, "free_bytes", lambda _: 2 * GIB)
-    thread = EngineThread(LendingEngine(model), engine_lock(tmp_path))
+    thread = EngineThread(lending_engine, engine_lock(tmp_path))
     yield thread
     thread.stop()
 
@@ -218,8 +218,7 @@ def test_a_cache_that_cannot_be_restored_is_retried_and_logged(
     lending: EngineThread, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device_lock_module, "FIRST_NOTICE_S", 0.01)
-    assert isinstance(lending.engine, LendingEngine)
-    lending.engine.is_short = True
+    lending.engine.runner.is_short = True
     trainer.request_memory(None)
     take(trainer)
     trainer.release()
@@ -228,7 +227,7 @@ def test_a_cache_that_cannot_be_restored_is_retried_and_logged(
         until(lambda: "1.0 GiB are needed" in caplog.text, "nothing is logged")
         take(trainer)  # it may acquire the lock again meanwhile
         trainer.release()
-        lending.engine.is_short = False
+        lending.engine.runner.is_short = False
         request.future.result(timeout=30)
     assert "restored" in caplog.text
 
@@ -237,8 +236,7 @@ def test_a_cache_that_stays_unrestored_fails_the_engine(
     lending: EngineThread, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_lock_module, "RESTORE_TIMEOUT_S", 0.01)
-    assert isinstance(lending.engine, LendingEngine)
-    lending.engine.is_short = True
+    lending.engine.runner.is_short = True
     trainer.request_memory(None)
     take(trainer)
     trainer.release()
@@ -247,14 +245,13 @@ def test_a_cache_that_stays_unrestored_fails_the_engine(
 
 
 def test_the_trainers_steps_do_not_count_towards_the_restore_timeout(
-    model: Any, tmp_path: Path, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch
+    lending_engine: Engine, tmp_path: Path, trainer: DeviceLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(device_lock_module, "time", clock)
-    engine = LendingEngine(model)
-    lock = EngineDeviceLock(engine, engine_lock(tmp_path))
-    engine.is_short = True
-    engine.submit([5], LONG)
+    lock = EngineDeviceLock(lending_engine, engine_lock(tmp_path))
+    lending_engine.runner.is_short = True
+    lending_engine.submit([5], LONG)
     for _ in range(3):
         trainer.request_memory(None)
         assert not trainer.try_acquire()

@@ -146,9 +146,9 @@ def test_an_engine_that_keeps_failing_is_not_asked_until_a_trial_went_well():
     assert {ask(pool), ask(pool)} == {"a", "b"}
     fail(pool, "a")
     assert {ask(pool, now=100.0) for _ in range(4)} == {"b"}
-    assert [engine.url for engine in pool.engines_to_poll(MIN_OPEN_S - 0.1)] == ["b"]
-    assert [engine.url for engine in pool.engines_to_poll(MIN_OPEN_S)] == ["a", "b"]
-    pool.engines["a"].breaker.begin_trial(MIN_OPEN_S)
+    breaker = pool.engines["a"].breaker
+    assert [breaker.is_due(now) for now in (MIN_OPEN_S - 0.1, MIN_OPEN_S)] == [False, True]
+    breaker.begin_trial(MIN_OPEN_S)
     pool.record_health(pool.engines["a"], health())
     put_in_flight(pool, "a", 0)
     assert ask(pool) == "a"

@@ -73,12 +73,13 @@ def test_arguments_that_would_break_the_contract_are_refused(argument: str) -> N
 
 
 def test_the_cache_has_room_for_the_longest_requests_or_a_quarter_of_what_is_free() -> None:
-    assert FACTS.cache_for(4, 200, 1 << 40) == 4 * 256 << 20
-    assert FACTS.cache_for(4, 200, 1 << 30) == 1 << 28
-    assert FACTS.cache_for(1, 1, 1 << 20) == MIN_CACHE_BYTES
+    four, one = (InferenceConfig(engine="vllm", max_running=number) for number in (4, 1))
+    assert cache_bytes(four, FACTS, 200, 1 << 40) == 4 * 256 << 20
+    assert cache_bytes(four, FACTS, 200, 1 << 30) == 1 << 28
+    assert cache_bytes(one, FACTS, 1, 1 << 20) == MIN_CACHE_BYTES
     config = InferenceConfig(engine="vllm", kv_cache_gb=0.5)
-    assert cache_bytes(config, FACTS, 256, on_gpu=True) == 1 << 29
-    assert cache_bytes(InferenceConfig(engine="vllm"), FACTS, 256, on_gpu=True) is None
+    assert cache_bytes(config, FACTS, 256, None) == 1 << 29
+    assert cache_bytes(InferenceConfig(engine="vllm"), FACTS, 256, None) is None
 
 
 def test_what_a_models_files_say(tmp_path: Path) -> None:

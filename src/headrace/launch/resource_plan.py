@@ -30,7 +30,7 @@ from headrace.inference.model_shape import EXPERTS, ModelShape
 from headrace.launch.placement import Placement, Sharing
 from headrace.orchestrator.concurrency import INITIAL_QUEUE
 from headrace.runfile.run import AnyRun, RunConfig
-from headrace.trainer.host_copies import checkpoint_bytes, publish_bytes, save_bytes
+from headrace.trainer.host_copies import PUBLISHED_COPIES, checkpoint_bytes, save_bytes
 from headrace.trainer.memory_plan import USED_SHARE_OF_FREE, ModelSizes, make_memory_plan
 
 GIB = 1 << 30
@@ -296,7 +296,7 @@ class _Planner:
         parts.append(Part("processes", processes * each + CPU_PROCESS_BYTES, is_certain=False))
         total = self.machine.host_memory
         if self.links:
-            parts.append(Part("published versions", publish_bytes(self.parameters, self.compute_bytes)))
+            parts.append(Part("published versions", PUBLISHED_COPIES * self.parameters * self.compute_bytes))
         if self.machine.disk_is_memory and self.machine.free_disk is not None:
             parts.append(Part("run directory", self._disk(self.machine.free_disk).needed))
         left = max(0, total - sum(part.size for part in parts))

@@ -146,9 +146,10 @@ def changes_of(config: AnyRun) -> Iterator[Change]:
 
     def change(key: str, text: str, update: Callable[[TrainingConfig], dict[str, Any]]) -> Change:
         def apply(run: AnyRun) -> AnyRun:
-            trainer = trainer_of(run)
-            changed = trainer.model_copy(update=update(trainer))
-            return run.model_copy(update={"trainer": changed}) if isinstance(run, RunConfig) else changed
+            changed = update(trainer_of(run))
+            if isinstance(run, RunConfig):
+                changed = {"trainer": run.trainer.model_copy(update=changed)}
+            return run.model_copy(update=changed)
 
         return Change(f"{prefix}{key}", text.format(prefix), apply)
 

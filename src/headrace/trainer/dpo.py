@@ -22,6 +22,7 @@ import logging
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -29,11 +30,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from headrace.config.dpo import DpoConfig
+from headrace.config.sft import OfflineConfig
 from headrace.config.trainer import ReferenceConfig
 from headrace.rollout.schema import DamagedFile
 from headrace.rollout.types import Sample
 from headrace.trainer.checkpoint import ResumeError
-from headrace.trainer.loss import Loss, LossOutputs, PackedInputs, masked_mean
+from headrace.trainer.loss import LossOutputs, PackedInputs, masked_mean
 from headrace.trainer.sft import SftTrainer, sequence_logprobs
 from headrace.trainer.sft_data import Example, Rows
 from headrace.transport.digests import check_directory
@@ -122,11 +124,11 @@ class DpoTrainer(SftTrainer):
     reference: ReferenceTotals | None = None
     """The reference of a run without an adapter."""
 
-    def _make_loss(self) -> Loss:
-        return partial(pair_loss, loss=self.config.dpo.loss, beta=self.config.dpo.beta)
-
-    def _make_reference(self) -> ReferenceConfig | None:
-        return ReferenceConfig() if self.config.keeps_reference else None
+    def __init__(self, config: OfflineConfig, **options: Any) -> None:
+        assert isinstance(config, DpoConfig)
+        loss = partial(pair_loss, loss=config.dpo.loss, beta=config.dpo.beta)
+        reference = ReferenceConfig() if config.keeps_reference else None
+        super().__init__(config, loss=loss, reference=reference, **options)
 
     def _open(self, rows: Rows | None, held_out: list[Example]) -> None:
         """Score all data with the start model, unless that is done, or the base of an adapter is there to do it."""

@@ -47,11 +47,6 @@ def save_bytes(size: int, free: int, ranks: int = 1) -> int:
     return BUCKET_BYTES * (buckets if fits_host(size, free) else min(buckets, STREAM_BUCKETS * ranks))
 
 
-def publish_bytes(parameters: int, compute_bytes: int) -> int:
-    """Return the bytes of host memory for published versions of a model whose engines fetch them from memory."""
-    return PUBLISHED_COPIES * parameters * compute_bytes
-
-
 def pin_ahead(size: int, device: torch.device) -> threading.Thread:
     """Start a thread that pins `size` bytes for copies from a GPU, and leaves them to torch for its next requests."""
     import torch

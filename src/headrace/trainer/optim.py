@@ -243,7 +243,10 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
             keys = [key for key in _state_keys(part, parameter) if f"{name}.{key}" in wanted]
-            state = {key: _empty_state(part, parameter, key) for key in keys}
+            if isinstance(part, Adam8bit):
+                state = {key: adam8bit.empty_state(parameter, key) for key in keys}
+            else:
+                state = {key: torch.zeros(()) if key == "step" else torch.zeros_like(parameter) for key in keys}
             if self._offloads:  # at once: the GPU may have no room for the state of all parameters
                 state = self._to_host(parameter, state)
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
@@ -286,12 +289,6 @@ class Optimizer:
 
 def _state_keys(part: torch.optim.Optimizer, parameter: Parameter) -> tuple[str, ...]:
     return adam8bit.state_keys(parameter) if isinstance(part, Adam8bit) else _STATE[type(part)]
-
-
-def _empty_state(part: torch.optim.Optimizer, parameter: Parameter, key: str) -> Tensor:
-    if isinstance(part, Adam8bit):
-        return adam8bit.empty_state(parameter, key)
-    return torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
 
 
 def learning_rate_factor(

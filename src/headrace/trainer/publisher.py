@@ -52,8 +52,11 @@ class Publisher:
             host = None
         self._linked = host is not None
         self._sender: WeightsSender | None = None
+        self.host_bytes = 0
+        """Bytes of this rank's host memory for the versions that it serves."""
         if host is not None and self._first:
             self._sender = WeightsSender(host, port, device=model.device, carrier=carrier)
+            self.host_bytes = PUBLISHED_COPIES * self._size()
             if shared or carrier == "ipc":
                 self._sender.share(self._size())
 
@@ -66,11 +69,6 @@ class Publisher:
             fact = f"the embedded engine cannot load {type(model.module).__name__} from the trainer: {error}"
             fix = 'Set inference.engine = "vllm", or choose another model.'
             raise UnsupportedModel(fact, key="model.name", value=model.directory, fix=fix) from error
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of this rank's host memory for the versions that it serves."""
-        return 0 if self._sender is None else PUBLISHED_COPIES * self._size()
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Publish the current weights as `version`; `lasting`: as files, available after this process has ended."""

@@ -52,7 +52,7 @@ class SftTrainer:
     """The training loop of one process (rank) of a run on examples, to `max_steps` or until `stopped`.
 
     `save_and_stop`: finish the step, write a checkpoint, and end. `resume` is a checkpoint, or "latest" for the newest,
-    if any; `engines` evaluate on the same device.
+    if any; `engines` evaluate on the same device; `reference`: settings of weights beside those in training.
     """
 
     COMPONENT: ClassVar[str] = "ce"
@@ -69,6 +69,8 @@ class SftTrainer:
         save_and_stop: threading.Event | None = None,
         resume: str | None = None,
         engines: ColocatedEngines | None = None,
+        loss: Loss = ce_loss,
+        reference: ReferenceConfig | None = None,
     ) -> None:
         if config.output_dir is None:
             raise ValueError("output_dir must be set to train")
@@ -76,7 +78,6 @@ class SftTrainer:
         self.save_and_stop = save_and_stop or threading.Event()
         self.run_dir = run = RunDir(config.output_dir)
         status.set("loading model")
-        self.loss = loss = self._make_loss()
         self.learner = learner = Learner(
             config,
             {self.COMPONENT: loss},
@@ -85,7 +86,7 @@ class SftTrainer:
             packed=config.data.pack,
             together=self.TOGETHER,
             engines=engines,
-            reference=self._make_reference(),
+            reference=reference,
         )
         directory, options = learner.model.directory, config.renderer
         self.renderer = make_renderer(
@@ -114,13 +115,6 @@ class SftTrainer:
         self.truncation = TruncationMonitor(learner.seq_len, status.notify)
         self.metrics = MetricsLog(run.metrics, config.COMMAND)
         self.watch = Stopwatch()
-
-    def _make_loss(self) -> Loss:
-        return ce_loss
-
-    def _make_reference(self) -> ReferenceConfig | None:
-        """Return the settings of weights beside those in training."""
-        return None
 
     def _open(self, rows: Rows | None, held_out: list[Example]) -> None:
         """Prepare what `_complete` needs, before the first step."""

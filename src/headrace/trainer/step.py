@@ -194,7 +194,7 @@ class TrainStep:
                     outputs = self.losses[component](part)
                 sums.add(outputs.metrics, f"/{env}")
                 sums.add({"loss": (outputs.loss, part.loss_mask.sum())}, f"/{env}", part=component)
-        sums.add_loss(total.detach())
+        sums.total_loss = sums.total_loss + total.detach().double()
         if trace is not None:
             trace.record(batch, logprobs, entropy, masked, losses)
         return total
@@ -225,7 +225,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str], Tensor] = {}
-        self._total_loss: Tensor | None = None
+        self.total_loss: Tensor | float = 0.0
         self._ratios: Tensor | None = None
         """Tokens in each bin of the histogram, then the sum of their ratios."""
 
@@ -235,10 +235,6 @@ class _Sums:
             pair = torch.stack([total.detach().double(), count.double().to(total.device)])
             key = (name + suffix, part)
             self._pairs[key] = self._pairs[key] + pair if key in self._pairs else pair
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's share of the step's loss."""
-        self._total_loss = loss.double() if self._total_loss is None else self._total_loss + loss
 
     def add_ratios(self, inputs: PackedInputs) -> None:
         """Count the ratios of the members, without waiting for the device."""
@@ -260,9 +256,9 @@ class _Sums:
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over all ranks, which have the same names, and the total loss."""
-        assert self._total_loss is not None
+        assert isinstance(self.total_loss, Tensor)
         pairs = ranks.add_up(torch.stack(list(self._pairs.values()))).tolist()
-        loss = ranks.add_up(self._total_loss[None]).item()
+        loss = ranks.add_up(self.total_loss[None]).item()
         means: dict[str, float] = {}
         for (name, _), (total, count) in zip(self._pairs, pairs, strict=True):
             if count:

@@ -277,11 +277,13 @@ class EngineClient:
             polling.cancel()
 
     def _poll_if_due(self) -> None:
-        """Start a background health check of all engines if the last one is old."""
+        """Start a background health check of the engines in use or due for a trial, if the last one is old."""
         now = time.monotonic()
         if now >= self._next_poll_at and (self._polling is None or self._polling.done()):
             self._read_endpoints()
-            self._polling = asyncio.create_task(self._poll(self._pool.engines_to_poll(now)))
+            engines = self._pool.engines.values()
+            polled = [engine for engine in engines if engine.breaker.is_closed or engine.breaker.is_due(now)]
+            self._polling = asyncio.create_task(self._poll(polled))
 
     async def _poll(self, engines: Sequence[PooledEngine]) -> dict[str, Health]:
         """Request and record the health of these engines."""

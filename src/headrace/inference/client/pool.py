@@ -205,10 +205,6 @@ class EnginePool:
         else:
             engine.breaker.fail(now)
 
-    def engines_to_poll(self, now: float) -> list[PooledEngine]:
-        """Return the engines whose health is requested: those in use, and those due for a trial."""
-        return [engine for engine in self.engines.values() if engine.breaker.is_closed or engine.breaker.is_due(now)]
-
     def record_health(self, engine: PooledEngine, health: Health) -> None:
         engine.capacity = health.capacity
         engine.foreign_requests = max(0, health.running + health.waiting - engine.in_flight)

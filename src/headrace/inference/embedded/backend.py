@@ -220,42 +220,40 @@ class EmbeddedBackend(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, content: bytes) -> None:
+        """Handle the messages that are complete with this content."""
         self._heard_at = asyncio.get_running_loop().time()
         for message in self._frames.feed(content):
-            self._handle(message)
+            match message:
+                case m.Finished(number, result):
+                    self._end(number, result)
+                case m.Tokens(number, chunk):
+                    if number in self._generations:
+                        self._generations[number].add(chunk)
+                case m.State(state):
+                    self._state = state
+                    if state.failure is not None:
+                        self._die(state.failure)
+                case m.Failed(number, error):
+                    self._end(number, error.exception())
+                case m.Answer(number, value, error):
+                    answer = self._calls.pop(number, None)
+                    if answer is None or answer.done():
+                        continue  # the engine died before, or the caller was cancelled
+                    if error is None:
+                        answer.set_result(value)
+                    else:
+                        answer.set_exception(error.exception())
+                case m.Starting(activity):
+                    self._on_progress(activity)
+                case m.Ready():
+                    self._ready.set_result(message)
+                case m.CannotStart(error):
+                    self._ready.set_exception(error.exception())
 
     def connection_lost(self, error: Exception | None) -> None:
         self._disconnected.set()
         if self._is_closed:
             self._end_all(EngineStopped(SHUTTING_DOWN))
-
-    def _handle(self, message: m.FromEngine) -> None:
-        match message:
-            case m.Finished(number, result):
-                self._end(number, result)
-            case m.Tokens(number, chunk):
-                if number in self._generations:
-                    self._generations[number].add(chunk)
-            case m.State(state):
-                self._state = state
-                if state.failure is not None:
-                    self._die(state.failure)
-            case m.Failed(number, error):
-                self._end(number, error.exception())
-            case m.Answer(number, value, error):
-                answer = self._calls.pop(number, None)
-                if answer is None or answer.done():
-                    return  # the engine died before, or the caller was cancelled
-                if error is None:
-                    answer.set_result(value)
-                else:
-                    answer.set_exception(error.exception())
-            case m.Starting(activity):
-                self._on_progress(activity)
-            case m.Ready():
-                self._ready.set_result(message)
-            case m.CannotStart(error):
-                self._ready.set_exception(error.exception())
 
     def _end(self, number: int, outcome: GenerationResult | Exception) -> None:
         """End a request, unless it ended with the engine."""

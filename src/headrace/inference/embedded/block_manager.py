@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 BLOCK_SIZE = 16
@@ -71,24 +71,22 @@ class BlockManager:
             self._by_hash[hash] = block
             self._hashes[block] = hash
 
-    def release(self, blocks: Sequence[int]) -> list[int]:
-        """Drop a reference to each block, and return those without references; a sequence's end is reused first."""
+    def release(self, blocks: Sequence[int], *, evict: bool = False) -> list[int]:
+        """Drop a reference to each block, and return those without references; a sequence's end is reused first.
+
+        `evict`: remove these from the prefix cache, and reuse them before all others.
+        """
         freed = []
         for block in reversed(blocks):
             self.references[block] -= 1
             if not self.references[block]:
                 freed.append(block)
+                if evict:
+                    self._unregister(block)
                 self._free[block] = None
                 if block not in self._hashes:
                     self._free.move_to_end(block, last=False)
         return freed
-
-    def evict(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the prefix cache, and reuse the free ones first."""
-        for block in blocks:
-            self._unregister(block)
-            if block in self._free:
-                self._free.move_to_end(block, last=False)
 
     def evict_all(self) -> None:
         self._by_hash.clear()

@@ -277,27 +277,18 @@ class Engine:
                 self._keep_routes(request)
                 self.scheduler.recompute(request, self._weights)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Size of the KV cache that `release_cache` would free."""
-        return self.runner.cache_bytes
-
     @torch.inference_mode()
     def release_cache(self) -> int:
         """Free the memory of the KV cache, and return its size; 0 if it cannot be freed.
 
-        Running requests stay running and are recomputed. `restore_cache` must be called before the next step.
+        Running requests stay running and are recomputed. `runner.restore` must be called before the next step.
         """
-        if not self.cache_bytes:
+        if not self.runner.cache_bytes:
             return 0
         self.finish_step()
         self.scheduler.recompute_all(self._weights)
         self.scheduler.unverified_blocks.clear()  # restored memory is all zeros
         return self.runner.release()
-
-    def restore_cache(self) -> None:
-        """Allocate the memory of the KV cache again; raises `OutOfDeviceMemory` if there is not enough."""
-        self.runner.restore()
 
     def fail_all(self, error: EngineError) -> None:
         """Fail all requests; the engine cannot compute afterwards."""
@@ -322,7 +313,7 @@ class Engine:
         begun = time.perf_counter()
         output = launched.output()
         self.device_wait_s += time.perf_counter() - begun
-        self.device_busy_s += launched.device_seconds()
+        self.device_busy_s += output.device_s
         accept_tokens(
             (request.matcher, token)
             for request, token in zip(*output[:2], strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -200,14 +200,14 @@ def frame(*messages: ToEngine | FromEngine) -> bytes:
     return _HEAD.pack(len(content)) + content
 
 
-class Frames:
+class Frames(Generic[T]):
     """The frames of a stream of bytes."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[T]]) -> None:
         self._decoder = decoder
         self._rest = bytearray()
 
-    def feed(self, content: bytes) -> Iterator[Any]:
+    def feed(self, content: bytes) -> Iterator[T]:
         """Yield the messages of all frames that are complete with this content."""
         self._rest += content
         while len(self._rest) >= _HEAD.size:

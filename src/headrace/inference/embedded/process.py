@@ -37,12 +37,13 @@ def main() -> None:
     with frozen_imports():  # while the server imports its own libraries
         import headrace.inference.embedded.loading  # noqa: F401
     frames = m.Frames(m.TO_ENGINE)
-    start: m.Start | None = None
+    start: m.ToEngine | None = None
     while start is None:
         content = connection.recv(1 << 16)
         if not content:
             return
         start = next(frames.feed(content), None)
+    assert isinstance(start, m.Start)
     threading.Thread(target=_end_with_server, args=(connection,), name="lifeline", daemon=True).start()
     try:
         _serve(start, connection)

@@ -45,6 +45,8 @@ class StepOutput(NamedTuple):
     """Top logprobs of the requests that want them."""
     latents: Mapping[Request, Latent] = {}
     """Of the requests that think in latent space."""
+    device_s: float = 0.0
+    """Seconds for which a GPU computed the step; 0 on a CPU."""
 
 
 NO_OUTPUT = StepOutput([], [], [], None, {})
@@ -67,9 +69,6 @@ class LaunchedStep(Protocol):
     def output(self) -> StepOutput:
         """Wait until the step is computed, and return its output."""
 
-    def device_seconds(self) -> float:
-        """Return how long a GPU computed the step, once its output was read; 0 on a CPU."""
-
 
 class FinishedStep(NamedTuple):
     """A step that was computed when it was launched."""
@@ -86,9 +85,6 @@ class FinishedStep(NamedTuple):
 
     def output(self) -> StepOutput:
         return self.result
-
-    def device_seconds(self) -> float:
-        return 0.0
 
 
 class BlockStore(Protocol):
@@ -121,7 +117,7 @@ class Runner(Protocol):
         return 0
 
     def restore(self) -> None:
-        """Allocate the memory of the KV cache again."""
+        """Allocate the memory of the KV cache again; raises `OutOfDeviceMemory` if there is not enough."""
         return
 
 

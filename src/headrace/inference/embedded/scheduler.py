@@ -304,7 +304,6 @@ class Scheduler:
 
     def _free_blocks(self, request: Request) -> None:
         is_verified = request.is_verified
-        freed = self.blocks.release(request.reset_computed())
+        freed = self.blocks.release(request.reset_computed(), evict=not is_verified)
         if not is_verified:
-            self.blocks.evict(freed)
             self.unverified_blocks += freed

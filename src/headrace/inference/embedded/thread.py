@@ -51,7 +51,7 @@ class EngineDeviceLock:
         """Hand-overs for which the KV cache was released."""
         self._engine, self._lock = engine, lock
         self._is_cache_released = False
-        if engine.cache_bytes:
+        if engine.runner.cache_bytes:
             lock.mark_cache_resident()
         self._short_since: float | None = None
         """When restoring the cache first failed since the lock was acquired."""
@@ -79,7 +79,8 @@ class EngineDeviceLock:
         self._engine.finish_step()
         requested = self._lock.requested_memory
         # `cache_bytes` is 0 on a device other than a GPU.
-        if self._engine.cache_bytes > 0 and (requested is None or free_bytes(self._engine.device) < requested):
+        is_freeable = self._engine.runner.cache_bytes > 0
+        if is_freeable and (requested is None or free_bytes(self._engine.device) < requested):
             self._release_cache()
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
@@ -106,7 +107,7 @@ class EngineDeviceLock:
         if not self._engine.has_work:
             return False
         try:
-            self._engine.restore_cache()
+            self._engine.runner.restore()
         except OutOfDeviceMemory as error:
             self._check_timeout(error)
             return False

@@ -95,12 +95,15 @@ def _final_choice(
     kind: type[GenerateChoice], body: GenerateBody, tokens: TokenChunk | GenerationResult, result: GenerationResult
 ) -> GenerateChoice:
     """Return a choice with these tokens, all or the last ones of a result, and the fields of its end."""
+    flat = tokens.logprobs if body.flat_logprobs else None
+    if flat is not None and not math.isfinite(sum(flat)):  # rare, and a sum shows it fast
+        flat = [finite(logprob) for logprob in flat]
     return kind(
         index=0,
         token_ids=tokens.token_ids,
         finish_reason=result.finish_reason,
         logprobs=None if body.flat_logprobs else _logprobs(body, tokens),
-        flat_logprobs=_flat_logprobs(tokens) if body.flat_logprobs else None,
+        flat_logprobs=flat,
         weight_versions=[WeightVersionSpan(str(version), start, end) for version, start, end in result.version_spans],
         stop_reason=result.stop_reason,
         logprobs_mode=None if body.sampling_params.logprobs is None else result.logprobs_mode,
@@ -108,11 +111,6 @@ def _final_choice(
         latents=result.latents,
         routed_experts=result.routed_experts,
     )
-
-
-def _flat_logprobs(tokens: TokenChunk | GenerationResult) -> list[float]:
-    """Return the tokens' logprobs as JSON can carry them; mostly all are finite, which a sum shows fast."""
-    return tokens.logprobs if math.isfinite(sum(tokens.logprobs)) else [finite(logprob) for logprob in tokens.logprobs]
 
 
 def prompt_tables(

@@ -15,6 +15,10 @@ from headrace.text.tokenizer import Tokenizer
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 """A space in vocabularies that are not byte-level."""
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(0x100 + place): byte for place, byte in enumerate(_HIDDEN)}
+"""The bytes that a byte-level vocabulary writes as characters: visible ones as in Latin-1, others past U+00FF."""
 
 
 def finite(logprob: float) -> float:
@@ -42,7 +46,6 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_of = _bytes_of_characters()
         self.raw = functools.cache(self._find_bytes)
         """Returns the bytes of a token, which may be a part of a character."""
 
@@ -93,13 +96,6 @@ class TokenText:
             return (" " + text if lost_space else text).encode()
         if byte := _BYTE.fullmatch(name):
             return bytes([int(byte[1], 16)])
-        if all(character in self._byte_of for character in name):
-            return bytes(self._byte_of[character] for character in name)
+        if all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
         return text.encode()
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Return the bytes of a byte-level vocabulary's characters: Latin-1 if visible, else past U+00FF."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}

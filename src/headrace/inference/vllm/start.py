@@ -60,7 +60,7 @@ async def start_vllm(
     raise_open_file_limit()  # each request has its own connection
     child = ChildDirectory()
     http = HttpClient()
-    cache = cache_bytes(config, facts, max_model_len, on_gpu=on_gpu)
+    cache = cache_bytes(config, facts, max_model_len, None if on_gpu else free_memory())
     process = await VllmProcess.start(
         child,
         config.vllm.python or Path(sys.executable),
@@ -165,12 +165,18 @@ def environment(
     return variables | config.vllm.env
 
 
-def cache_bytes(config: InferenceConfig, facts: ModelFacts, max_model_len: int, *, on_gpu: bool) -> int | None:
-    """Return the size of the KV cache; None leaves it to vLLM, which measures the GPU's free memory."""
+def cache_bytes(config: InferenceConfig, facts: ModelFacts, max_model_len: int, free: int | None) -> int | None:
+    """Return the size of the KV cache: as configured, or for as many longest requests as run at once.
+
+    `free`: the free memory of a machine without GPU, of which at most a quarter is taken. None, with a GPU, leaves the
+    size to vLLM, which measures the GPU's free memory.
+    """
     if config.kv_cache_gb is not None:
         return int(config.kv_cache_gb * 2**30)
-    running = config.running_at_once(on_gpu=on_gpu)
-    return None if on_gpu else facts.cache_for(running, max_model_len, free_memory())
+    if free is None:
+        return None
+    tokens = config.running_at_once(on_gpu=False) * -(-max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
+    return max(MIN_CACHE_BYTES, min(tokens * (facts.cache_bytes or 1 << 16), free // 4))
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -188,11 +194,6 @@ class ModelFacts(msgspec.Struct):
     """The model's longest sequence, if its config has it."""
     cache_bytes: int
     """KV cache per token in float32; 0 if unknown."""
-
-    def cache_for(self, requests: int, length: int, free: int) -> int:
-        """Return the bytes for this many longest requests, at most a quarter of the free memory."""
-        needed = requests * -(-length // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * (self.cache_bytes or 1 << 16)
-        return max(MIN_CACHE_BYTES, min(needed, free // 4))
 
 
 def read_facts(directory: Path, *eos_token_ids: int | None) -> ModelFacts:

@@ -30,7 +30,7 @@ from headrace.inference.weights.published import (
     model_files,
     read_published,
 )
-from headrace.inference.weights.reading import WeightsError, WeightsUnreachable
+from headrace.inference.weights.reading import WeightsError, WeightsUnreachable, release_when_done
 from headrace.rollout.version import Version
 from headrace.text.hub import model_directory
 from headrace.transport.files import in_daemon_thread
@@ -167,7 +167,7 @@ class Fetcher:
     def _forget(self) -> None:
         """Release the last fetch, which will not be taken, after it has finished."""
         if self._begun is not None:
-            self._begun[2].add_done_callback(_release)
+            release_when_done(self._begun[2])
 
     def _of(self, directory: Path, version: Version) -> Future[PublishedWeights] | None:
         if self._begun is None or self._begun[:2] != (directory, version):
@@ -194,11 +194,6 @@ class Fetcher:
                     shape = file.get_slice(name).get_shape()
                     tensors[name] = torch.empty(shape, dtype=self._dtype, device="meta")
         return tensors
-
-
-def _release(fetched: Future[PublishedWeights]) -> None:
-    if fetched.exception() is None:
-        fetched.result().release()
 
 
 def report_untruncated(model_runner: Any) -> bool:

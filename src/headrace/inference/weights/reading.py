@@ -81,7 +81,7 @@ class DirectoryReader:
         except TimeoutError as error:
             if reading.done():
                 raise
-            reading.add_done_callback(_release_late)
+            release_when_done(reading)
             raise self.unreachable(directory) from error
 
     async def read_async(self, directory: Path, function: Callable[[], T]) -> T:
@@ -99,6 +99,11 @@ class DirectoryReader:
         )
 
 
-def _release_late(reading: Future[Any]) -> None:
-    if reading.exception() is None and hasattr(result := reading.result(), "release"):
-        result.release()
+def release_when_done(reading: Future[Any]) -> None:
+    """Release what a thread returns although it is no longer waited for."""
+
+    def release(done: Future[Any]) -> None:
+        if done.exception() is None and hasattr(result := done.result(), "release"):
+            result.release()
+
+    reading.add_done_callback(release)

@@ -83,11 +83,13 @@ class CudaStep:
             self.masks = self.late()
 
     def output(self) -> StepOutput:
+        device_s = 0.0
         if self.times is not None:
             self.times.written.synchronize()
+            device_s = self.times.begun.elapsed_time(self.times.ended) / 1e3
         outputs = [part.output(self.host, self.masks) for part in self.parts]
         if len(outputs) == 1:
-            return outputs[0]
+            return outputs[0]._replace(device_s=device_s)
         log_masses = None
         if any(output.log_masses is not None for output in outputs):
             log_masses = [mass for each in outputs for mass in each.log_masses or [0.0] * len(each.requests)]
@@ -98,7 +100,5 @@ class CudaStep:
             log_masses,
             {request: top for each in outputs for request, top in each.alternatives.items()},
             {request: latent for each in outputs for request, latent in each.latents.items()},
+            device_s,
         )
-
-    def device_seconds(self) -> float:
-        return 0.0 if self.times is None else self.times.begun.elapsed_time(self.times.ended) / 1e3

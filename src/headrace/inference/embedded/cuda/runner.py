@@ -113,9 +113,10 @@ class CudaRunner:
         self._largest = largest
         self._sampled = torch.zeros(2, 2 * largest, dtype=torch.float64, device=self._device)
         """Tokens and logprobs: by row in the first half, of long prefills in the second."""
-        self._host_outputs = deque(self._make_host_output() for _ in range(2))
-        """Memory for the sampled tokens of two steps, and when a step began and wrote it."""
         words, pinned = -(-vocab // 32), self._device.type == "cuda"
+        host_tokens = (torch.zeros(self._sampled.shape, dtype=torch.float64, pin_memory=pinned) for _ in range(2))
+        self._host_outputs = deque((memory, StepTimes.make() if pinned else None) for memory in host_tokens)
+        """Memory for the sampled tokens of two steps, and when a step began and wrote it."""
         self._staged_masks = torch.zeros(largest, words, dtype=torch.int32, pin_memory=pinned)
         self._masks = torch.zeros(largest, words, dtype=torch.int32, device=self._device)
         self._layers = CompiledLayers(model) if compile else None
@@ -123,11 +124,6 @@ class CudaRunner:
         self._masked_graphs: StepGraphs[StepShape, None] | None = None
         with torch.inference_mode():
             self._warm_up()
-
-    def _make_host_output(self) -> tuple[Tensor, StepTimes | None]:
-        on_gpu = self._device.type == "cuda"
-        memory = torch.zeros(self._sampled.shape, dtype=torch.float64, pin_memory=on_gpu)
-        return memory, StepTimes.make() if on_gpu else None
 
     def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> CudaStep:
         host, times = self._host_outputs[0]
