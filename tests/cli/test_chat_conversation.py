@@ -16,7 +16,6 @@ from headrace.tools.chat import (
     HELP,
     Conversation,
     ExitChat,
-    question_of,
     read_line,
     run_chat_command,
 )
@@ -31,12 +30,6 @@ def typed(*lines: str) -> Callable[[str], str]:
 
 def test_a_line_goes_on_after_a_backslash():
     assert read_line(typed("one \\", "two\\", "", "three")) == "one \ntwo"
-
-
-def test_two_slashes_say_one():
-    assert question_of("//etc/hosts?") == "/etc/hosts?"
-    assert question_of("/reset") is None
-    assert question_of("a / b") == "a / b"
 
 
 def test_the_system_message_comes_first_and_can_be_exchanged():

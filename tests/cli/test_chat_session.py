@@ -86,6 +86,11 @@ def test_each_request_has_all_that_was_said_and_what_was_set(other: ChatStandIn)
     assert [message["content"] for message in second["messages"]] == ["Be brief.", "One?", "Hello.", "Two?"]
 
 
+def test_a_line_with_two_slashes_is_sent_with_one(other: ChatStandIn):
+    chat(other, "//etc/hosts?", "a / b", CTRL_D)
+    assert [request["messages"][-1]["content"] for request in other.asked] == ["/etc/hosts?", "a / b"]
+
+
 def test_thoughts_are_dimmed_and_tool_calls_are_text(other: ChatStandIn):
     other.events = [
         {"reasoning_content": "Weather, "},

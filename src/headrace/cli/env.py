@@ -99,16 +99,12 @@ def machine() -> Iterator[tuple[str, str]]:
     yield "cache", "writable" if os.access(existing, os.W_OK) else "not writable"
     yield "programs", ", ".join(filter(shutil.which, PROGRAMS)) or "none of " + ", ".join(PROGRAMS)
     yield "installed", "from a checkout" if (Path(__file__).parents[3] / "pyproject.toml").is_file() else "as a package"
-    for number, gpu in enumerate(_gpus()):
-        yield f"GPU {number}", gpu
-
-
-def _gpus() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else [f"nvidia-smi failed with status {done.returncode}"]
+    if shutil.which("nvidia-smi") is not None:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+        failed = [f"nvidia-smi failed with status {done.returncode}"]
+        for number, gpu in enumerate(failed if done.returncode else done.stdout.splitlines()):
+            yield f"GPU {number}", gpu
 
 
 def packages() -> Iterator[tuple[str, str]]:

@@ -190,15 +190,18 @@ def explain(error: BaseException) -> Explanation | None:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    if any(map(_is_full_disk, causes)):
+    is_full = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
+    if is_full or any(words in str(cause) for cause in causes for words in FULL_DISK):
         where = [str(cause.filename) for cause in causes if isinstance(cause, OSError) and cause.filename]
         where += [note for cause in causes for note in getattr(cause, "__notes__", ())]
         place = f" ({', '.join(dict.fromkeys(where))})" if where else ""
         advice = "free some and try again; a run that had begun continues with --resume"
         return Explanation(f"no space left on device{place}: {advice}", FAILED)
-    if any(map(_is_lost_rank, causes)):
+    # Errors of torch are recognized by name, because torch may not be imported.
+    has_lost_rank = any(type(cause).__name__ in ("DistBackendError", "DistNetworkError") for cause in causes)
+    if has_lost_rank or any(isinstance(cause, RuntimeError) and "gloo" in str(cause) for cause in causes):
         return Explanation("another rank is gone; what it said comes before this", FAILED)
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, by name, because torch may not be imported
+    if type(error).__name__ == "OutOfMemoryError":
         return Explanation(f"the GPU is out of memory. {GPU_MEMORY_ADVICE} The error: {error}", FAILED)
     if isinstance(error, Fenced):
         return Explanation(str(error), FENCED)
@@ -209,16 +212,3 @@ def explain(error: BaseException) -> Explanation | None:
     if isinstance(error, OSError) and error.errno in EXPLAINED_ERRNOS:
         return Explanation(f"{error.strerror}{f': {error.filename}' if error.filename else ''}", FAILED)
     return None
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return any(words in str(error) for words in FULL_DISK)
-
-
-def _is_lost_rank(error: BaseException) -> bool:
-    """Return whether torch lost the connection to another rank; by name, because torch may not be imported."""
-    if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
-        return True
-    return isinstance(error, RuntimeError) and "gloo" in str(error)

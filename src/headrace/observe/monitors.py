@@ -65,10 +65,7 @@ class Monitor(Protocol):
 
 @contextmanager
 def forwarding(
-    run: RunDir,
-    wandb: WandbConfig | None,
-    tensorboard: TensorboardConfig | None,
-    trackio: TrackioConfig | None = None,
+    run: RunDir, wandb: WandbConfig | None, tensorboard: TensorboardConfig | None, trackio: TrackioConfig | None = None
 ) -> Iterator[None]:
     """Forward metrics and samples to the configured monitors while inside."""
     with ExitStack() as stack:

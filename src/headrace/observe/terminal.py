@@ -182,11 +182,7 @@ def render(
             line.append("  " + ", ".join(f"{key} {number(value)}" for key, value in gauges[:MAX_GAUGES]), "dim")
         body.add_row(name, line)
     head = _head(title, min(history.step, max_steps), max_steps, clock, width)
-    return Group(
-        head,
-        *(Text(str(finding).replace("\n", CONTINUATION), style="yellow") for finding in findings),
-        body,
-    )
+    return Group(head, *(Text(str(finding).replace("\n", CONTINUATION), style="yellow") for finding in findings), body)
 
 
 def _head(title: str, step: int, max_steps: int, clock: str, width: int) -> RenderableType:

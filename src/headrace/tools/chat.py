@@ -51,11 +51,6 @@ class Conversation:
     def answer(self, message: Message) -> None:
         self.messages.append(message)
 
-    def withdraw(self) -> None:
-        """Remove a question that got no answer."""
-        if self.messages and self.messages[-1]["role"] == "user":
-            self.messages.pop()
-
     def set(self, name: str, text: str) -> None:
         """Parse and set a sampling setting; raises `BadInput` for an unknown name or a wrong value."""
         if name not in SETTINGS:
@@ -86,13 +81,6 @@ def read_line(read: Callable[[str], str]) -> str:
         lines[-1] = lines[-1][:-1]
         lines.append(read(CONTINUATION))
     return "\n".join(lines).strip()
-
-
-def question_of(line: str) -> str | None:
-    """Return the text for the model; None if the line is a command."""
-    if line.startswith("//"):
-        return line[1:]
-    return None if line.startswith("/") else line
 
 
 def run_chat_command(conversation: Conversation, line: str) -> str:
@@ -170,7 +158,7 @@ class Session:
             if message.get("content") or message.get("tool_calls"):
                 conversation.answer(message)
             else:
-                conversation.withdraw()
+                conversation.messages.pop()
 
     def describe(self, reply: StreamedReply, seconds: float) -> str:
         """Return tokens, speed, finish reason, weights version and used context of a reply."""
@@ -253,10 +241,10 @@ def talk(session: Session, terminal: Terminal, read: Callable[[str], str]) -> No
         if not line:
             continue
         try:
-            question = question_of(line)
-            if question is None:
+            if line.startswith("/") and not line.startswith("//"):
                 terminal.note(run_chat_command(session.conversation, line))
             else:
+                question = line[1:] if line.startswith("//") else line
                 interrupted = not _show_answer(session, terminal, question)
         except ExitChat:
             return

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BadInput
-from headrace.rollout.types import Rollout, RolloutError, Turn
+from headrace.rollout.types import Rollout, RolloutError, Task, Turn
 from headrace.tools.evaluate.completions import (
     Completion,
     CompletionsFile,
@@ -14,6 +14,7 @@ from headrace.tools.evaluate.completions import (
     counted_rollouts,
     make_completion,
 )
+from headrace.tools.evaluate.episodes import missing
 
 THINKING = Thinking(lambda rollout: [bytes(turn.completion_ids.tolist()).decode() for turn in rollout.turns], len)
 """One token per letter."""
@@ -112,12 +113,13 @@ def test_half_a_line_after_a_kill_is_cut_off_and_failed_episodes_are_missing(tmp
     content = path.read_bytes()
     path.write_bytes(content[:-7])
     again = CompletionsFile(path)
-    assert [key for key in "abc" if again.lacks(key, 0)] == ["b", "c"]
+    tasks = [Task("env", {}, key) for key in "abc"]
+    assert missing(tasks, 1, again, together=False) == {"b": [0], "c": [0]}
     again.append(Completion("b", 0, reward=0.5))
     again.close()
     last = CompletionsFile(path)
     assert {key: episode.reward for (key, _), episode in last.scored.items()} == {"a": 1.0, "b": 0.5}
-    assert not last.lacks("b", 0)
+    assert missing(tasks, 1, last, together=False) == {"c": [0]}
     last.close()
 
 

@@ -16,7 +16,7 @@ from headrace.tools.evaluate.results import (
     ZeroShot,
     choose_score,
     compute_result,
-    failures_notice,
+    notices,
     zero_shot_record,
 )
 
@@ -74,9 +74,9 @@ def test_models_are_compared_by_accuracy_only_where_all_have_one():
 
 def test_more_than_a_twentieth_that_failed_is_a_notice():
     few = [ScoredEpisode(str(number), 0, error="timeout" if number == 0 else "") for number in range(20)]
-    assert failures_notice(compute_result("m", "models/m", few, 1, Correctness())) is None
-    notice = failures_notice(compute_result("m", "models/m", EPISODES, 2, Correctness()))
-    assert notice is not None and "25%" in notice and "1 timeout" in notice
+    assert len(list(notices(compute_result("m", "models/m", few, 1, Correctness()), few))) == 1  # about reasoning
+    *_, notice = notices(compute_result("m", "models/m", EPISODES, 2, Correctness()), EPISODES)
+    assert "25%" in notice and "1 timeout" in notice
 
 
 def test_the_measures_are_those_that_the_page_explains():

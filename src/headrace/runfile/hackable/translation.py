@@ -18,13 +18,7 @@ from headrace.config.base import ConfigError, Origins, Tree, as_table
 from headrace.config.trainer import TrainerConfig
 from headrace.errors import BadInput, InvalidValue
 from headrace.runfile.hackable import plugins
-from headrace.runfile.hackable.names import (
-    contradictions,
-    rename_keys,
-    trackers,
-    translate_trainer,
-    unknown_keys,
-)
+from headrace.runfile.hackable.names import contradictions, rename_keys, trackers, translate_trainer, unknown_keys
 from headrace.runfile.hackable.sections import (
     DataConfig,
     EvalDataConfig,

@@ -36,15 +36,12 @@ class Candidate(NamedTuple):
         return int(number) if self.kind == "checkpoint" and number.isdecimal() else None
 
     @property
-    def resolved_source(self) -> str:
+    def on_disk(self) -> tuple[str, int | None]:
+        """The resolved path of a source on disk, else the source, and the newest modification time of its weights."""
         path = Path(self.source)
-        return str(path.resolve()) if path.exists() else self.source
-
-    @property
-    def modified_ns(self) -> int | None:
-        """The newest modification time of the weights on disk."""
-        files = Path(self.source).glob(MARKER if self.kind == "checkpoint" else "*.safetensors")
-        return max((file.stat().st_mtime_ns for file in files), default=None)
+        files = path.glob(MARKER if self.kind == "checkpoint" else "*.safetensors")
+        newest = max((file.stat().st_mtime_ns for file in files), default=None)
+        return str(path.resolve()) if path.exists() else self.source, newest
 
 
 def find_models(targets: Sequence[str], *, permanent: bool) -> list[Candidate]:

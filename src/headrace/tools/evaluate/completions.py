@@ -160,11 +160,6 @@ class CompletionsFile:
     def close(self) -> None:
         self._file.close()
 
-    def lacks(self, key: str, sample: int) -> bool:
-        """Return whether an episode is missing or has failed."""
-        episode = self.scored.get((key, sample))
-        return episode is None or bool(episode.error)
-
 
 def read_episodes(path: Path) -> tuple[dict[tuple[str, int], ScoredEpisode], int]:
     """Return the episodes of a file by task key and sample index, and the size of its complete lines in bytes."""

@@ -101,7 +101,8 @@ class Evaluation(NamedTuple):
 
 def missing(tasks: Sequence[Task], samples: int, done: CompletionsFile, *, together: bool) -> dict[str, list[int]]:
     """Return the sample indices left to run by task key; all samples of a task if groups are scored `together`."""
-    lacking = {task.key: [s for s in range(samples) if done.lacks(task.key, s)] for task in tasks}
+    succeeded = {place for place, episode in done.scored.items() if not episode.error}
+    lacking = {task.key: [s for s in range(samples) if (task.key, s) not in succeeded] for task in tasks}
     return {key: list(range(samples)) if together else indices for key, indices in lacking.items() if indices}
 
 
@@ -275,22 +276,21 @@ class EpisodeRun:
 
     async def _run_group(self, group: Group, samples: Sequence[int]) -> None:
         episodes = [Episode(next(self._ids), Kind.EVAL, group, sample) for sample in samples]
-        if not self._together:
-            await asyncio.gather(*map(self._run_and_keep, episodes))
-            return
         arrived = await asyncio.gather(*map(self._run_episode, episodes))
-        await self._processing.process_group(group, [rollout for rollouts in arrived for rollout in rollouts])
-        for episode, rollouts in zip(episodes, arrived, strict=True):
-            self._keep(episode, rollouts)
-
-    async def _run_and_keep(self, episode: Episode) -> None:
-        self._keep(episode, await self._run_episode(episode))
+        if self._together:
+            await self._processing.process_group(group, [rollout for rollouts in arrived for rollout in rollouts])
+            for episode, rollouts in zip(episodes, arrived, strict=True):
+                self._keep(episode, rollouts)
 
     async def _run_episode(self, episode: Episode) -> list[Rollout]:
+        """Return the rollouts of an episode, which are kept at once unless its group is scored first."""
         async with self._permits:
             self._running[episode.id] = asyncio.get_running_loop().create_future()
             self._dispatcher.start(episode)
-            return await self._running[episode.id]
+            rollouts = await self._running[episode.id]
+        if not self._together:
+            self._keep(episode, rollouts)
+        return rollouts
 
     def _arrive(self, arrival: Arrival) -> None:
         future = self._running.pop(arrival.episode.id)

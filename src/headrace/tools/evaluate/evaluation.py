@@ -29,7 +29,7 @@ from headrace.rollout.types import Task
 from headrace.tools.evaluate.candidates import Candidate
 from headrace.tools.evaluate.completions import CompletionsFile, ScoredEpisode
 from headrace.tools.evaluate.episodes import Evaluation, Examples, Tags, missing, run_episodes, save_rollouts
-from headrace.tools.evaluate.results import ModelResult, compute_result, failures_notice, missing_tags_notice
+from headrace.tools.evaluate.results import ModelResult, compute_result, notices
 from headrace.tools.evaluate.servers import EngineSet, Machine, engine_urls, gpus_per_engine, plan_engine_sets, serving
 from headrace.transport.files import write_atomically
 
@@ -130,7 +130,8 @@ async def _evaluate(
     with closing(CompletionsFile(folder / COMPLETIONS)) as done:
         if left := missing(tasks, evaluation.samples, done, together=environment.scores_groups):
             total = len(tasks) * evaluation.samples
-            config = _run_config(candidate)
+            run = candidate.run
+            config: Any = read_run(run) if run is not None and (run / "config.toml").is_file() else None
             options_of_run = config and (config.orchestrator if hasattr(config, "orchestrator") else config).renderer
             renderer = options_of_run.model_dump(exclude={"pool_size"}, exclude_none=True) if options_of_run else {}
             sampling = evaluation.sampling | _latents(evaluation, config, examples)
@@ -149,7 +150,7 @@ async def _evaluate(
         return EvaluationOutcome(failed, [])
     result.run, result.step = str(candidate.run or ""), candidate.step
     result.thinking_tags = examples.pairs
-    result.notices = list(filter(None, [missing_tags_notice(scored, examples.pairs), failures_notice(result)]))
+    result.notices = list(notices(result, scored))
     return EvaluationOutcome(result, scored)
 
 
@@ -171,17 +172,16 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
 
     Raises `BadInput` if its saved episodes have others.
     """
-    weights: Any
+    weights: Any  # the newest modification time: a model that was trained further is another model
+    model, weights = candidate.on_disk
     if candidate.kind == "endpoint":  # names and versions from Headrace servers; None from others or if they are gone
         client = EngineClient(engine_urls(candidate), api_key=key_in(evaluation.key_var))
         health = await client.health_by_url()
         await client.close()
         weights = sorted({f"{each.model} {each.version}" for each in health.values()}) or None
-    else:  # the newest modification time: a model that was trained further is another model
-        weights = candidate.modified_ns
     tags, correct = examples.pairs, evaluation.correct
     settings = {
-        "model": candidate.resolved_source,
+        "model": model,
         "weights": weights,
         "environment": evaluation.env,
         "args": evaluation.args,
@@ -217,12 +217,6 @@ async def _settings(evaluation: Evaluation, candidate: Candidate, examples: Exam
     if changed:
         raise BadInput.combine(changed)
     return settings
-
-
-def _run_config(candidate: Candidate) -> Any:
-    """Return the config of the candidate's run; None without a run."""
-    has_config = candidate.run is not None and (candidate.run / "config.toml").is_file()
-    return read_run(candidate.run) if candidate.run is not None and has_config else None
 
 
 def _latents(evaluation: Evaluation, config: Any, examples: Examples) -> dict[str, LatentParams]:

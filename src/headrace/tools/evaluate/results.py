@@ -7,7 +7,7 @@ and counted as `failed`, as in the evaluations of a run. Pure functions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -131,21 +131,14 @@ def compute_result(
     return ModelResult(name, source, len(groups), samples, estimates, lengths, dict(sorted(errors.items())))
 
 
-def missing_tags_notice(scored: Sequence[ScoredEpisode], pairs: Sequence[tuple[str, str]]) -> str | None:
-    """Return a warning if no completion has reasoning between these tags."""
-    if any(episode.thinking_words is not None for episode in scored):
-        return None
-    tags = " or ".join(f"{opening}...{closing}" for opening, closing in pairs)
-    return f"no completion has {tags}: thinking is not measured. --think-tags OPENING CLOSING sets other tags."
-
-
-def failures_notice(result: ModelResult) -> str | None:
-    """Return a warning if more than `MAX_FAILED_SHARE` of the episodes failed."""
-    share = result.estimates["failed"].value
-    if share <= MAX_FAILED_SHARE:
-        return None
-    reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
-    return f"{share:.0%} of the episodes failed and are left out of every mean ({reasons})."
+def notices(result: ModelResult, scored: Sequence[ScoredEpisode]) -> Iterator[str]:
+    """Yield a warning if no completion has reasoning between the tags, and if more than `MAX_FAILED_SHARE` failed."""
+    if all(episode.thinking_words is None for episode in scored):
+        tags = " or ".join(f"{opening}...{closing}" for opening, closing in result.thinking_tags)
+        yield f"no completion has {tags}: thinking is not measured. --think-tags OPENING CLOSING sets other tags."
+    if (share := result.estimates["failed"].value) > MAX_FAILED_SHARE:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in result.errors.items())
+        yield f"{share:.0%} of the episodes failed and are left out of every mean ({reasons})."
 
 
 def _means(groups: Iterable[Sequence[ScoredEpisode]], read: Callable[[ScoredEpisode], float | None]) -> list[float]:

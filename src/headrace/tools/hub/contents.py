@@ -17,7 +17,7 @@ from headrace.launch.saved_config import read_run
 from headrace.observe.summary import title
 from headrace.rollout.schema import DamagedFile
 from headrace.tools.hub.card import dataset_card, model_card, rollouts_card, run_card
-from headrace.tools.hub.folder import Listing, list_folder, refuse_running, refuse_secrets, refuse_secrets_in
+from headrace.tools.hub.folder import Listing, list_folder, refuse_secrets, refuse_secrets_in
 from headrace.tools.hub.layout import (
     BASE,
     CARD,
@@ -165,7 +165,10 @@ def contents_of_dataset(source: Path, repo: str, exclude: Sequence[str] = ()) ->
     """Return a file, or all files of a folder."""
     name = source.resolve().name
     if source.is_dir():
-        refuse_running(source)
+        for place in (source, *(path.parent for path in source.rglob("config.toml"))):
+            if in_use(place):  # its files would be of two moments
+                fix = "Stop it, or wait for its end."
+                raise BadInput("a run is at work there", key="PATH", value=str(place), fix=fix)
         found = list_folder(source, exclude)
     else:
         found = Listing({name: source}, {})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from headrace.config.base import ConfigError
 from headrace.config.files import read_file
 from headrace.errors import BadInput
-from headrace.launch.run_directory import in_use, is_run
+from headrace.launch.run_directory import is_run
 from headrace.runfile.reading import leaves
 from headrace.tools.hub.layout import MANIFEST
 from headrace.transport.endpoint import read_endpoints
@@ -81,13 +81,6 @@ def _reason(path: Path, inner: str, folder: Path, exclude: Sequence[str]) -> str
     if name.endswith(".sqlite-shm"):
         return "memory that processes of this machine share"
     return "the name of the hub's list of files" if inner == MANIFEST else None
-
-
-def refuse_running(folder: Path) -> None:
-    """Raise `BadInput` if a sweep or a run in the folder is running: its files would be inconsistent."""
-    for place in (folder, *(path.parent for path in folder.rglob("config.toml"))):
-        if in_use(place):
-            raise BadInput("a run is at work there", key="PATH", value=str(place), fix="Stop it, or wait for its end.")
 
 
 def refuse_secrets_in(files: Mapping[str, Path], root: Path, environment: Mapping[str, str]) -> None:

@@ -62,15 +62,13 @@ class Checksum(NamedTuple):
         """Return whether the content is the same; a file of another size is not read."""
         if size_of(content) != self.size:
             return False
-        return sha256_of(content) == self.sha256 if self.sha256 is not None else git_hash_of(content) == self.git
+        if self.sha256 is not None:
+            return _digest(content, hashlib.sha256()) == self.sha256
+        return git_hash_of(content) == self.git
 
 
 def size_of(content: Content) -> int:
     return content.stat().st_size if isinstance(content, Path) else len(content)
-
-
-def sha256_of(content: Content) -> str:
-    return _digest(content, hashlib.sha256())
 
 
 def git_hash_of(content: Content) -> str:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.console import plain_table
 from headrace.tools.probe.findings import Finding
 from headrace.tools.probe.report import TINY, ProbeEpisode, ProbeReport, Prompts, SampledEpisodes
 
@@ -80,11 +81,8 @@ def _prompts(prompts: Prompts) -> Iterator[RenderableType]:
 
 
 def _completions(report: ProbeReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("completion", no_wrap=True)
-    for name in ("reward", "range", "ms (max)", "cpu ms (max)"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("failed")
+    titles = ("completion", "reward", "range", "ms (max)", "cpu ms (max)", "failed")
+    table = plain_table(*titles, left=["failed"], gap=1)
     for name in dict.fromkeys(episode.completion for episode in report.episodes):
         table.add_row(*map(Text, _row(name, report.of(name))))
     return table
@@ -114,10 +112,7 @@ def _milliseconds(seconds: float) -> str:
 
 def _components(report: ProbeReport, names: Sequence[str]) -> Table:
     """Return a table of mean rewards by component, for the completions with any reward."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("by component", no_wrap=True)
-    for name in names:
-        table.add_column(Text(name), justify="right")
+    table = plain_table("by component", *names)
     for completion in dict.fromkeys(episode.completion for episode in report.episodes):
         scored = [episode.rewards for episode in report.of(completion) if episode.reward is not None]
         if any(any(rewards.values()) for rewards in scored):
@@ -137,9 +132,7 @@ def _sampled(sampled: SampledEpisodes) -> RenderableType:
         f"most often {common}\n"
         f"truncated {sampled.truncated / sampled.episodes:.0%}, failed {len(sampled.problems) / sampled.episodes:.0%}"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("group size", "no signal", "95%", "too hard", "too easy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("group size", "no signal", "95%", "too hard", "too easy")
     for p in sampled.predictions:
         size = f"{p.group_size}{' (yours)' if p.group_size == sampled.group_size else ''}"
         at_most = "at most " if p.is_bound else ""

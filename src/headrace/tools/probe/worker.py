@@ -181,7 +181,8 @@ class ScriptedContext:
         if self.prompt is None:
             self.prompt, self.tools = list(messages), list(tools)
         self.is_making_reply = True
-        reply = as_reply(self._completion.make(state))
+        scripted = self._completion.reply
+        reply = as_reply(scripted if isinstance(scripted, str) else scripted(state))
         self.is_making_reply = False
         is_gold = False
         with contextlib.suppress(Exception):  # an exception of gold() is reported by the gold completion

@@ -132,12 +132,17 @@ def dissect(traced: TracedStep, top: int, text_of: Callable[[int], str]) -> Anat
         name: pc.fill_null(pc.invert(pc.is_finite(tokens[name])), False).to_numpy() for name in (*INPUTS, *OUTPUTS)
     }
     bad_rows = np.flatnonzero(np.logical_or.reduce(list(bad.values())))
+    named, bad_tokens = bad_rows[:MAX_NAMED], []
+    for index, row in zip(named, tokens.take(named).to_pylist(), strict=True):
+        place = {name: row[name] for name in ("sample", "position", "rollout", "env")}
+        columns = [name for name, flags in bad.items() if flags[index]]
+        bad_tokens.append(BadToken(**place, text=text_of(row["token_id"]), columns=columns))
     largest = sorted(norms, key=lambda name: -math.inf if math.isnan(norms[name]) else -norms[name])
     return Anatomy(
         found,
         traced.micro_batches,
         rollout_shares(tokens, top),
-        [_bad_token(tokens, row, bad, text_of) for row in bad_rows[:MAX_NAMED].tolist()],
+        bad_tokens,
         len(bad_rows),
         [name for name in norms if not math.isfinite(norms[name])],
         {name: norms[name] for name in largest[:SHOWN_PARAMETERS]},
@@ -176,12 +181,6 @@ def rollout_shares(tokens: pa.Table, limit: int) -> list[RolloutShare]:
             share = float(sums[rollout] / (total or 1.0)) if math.isfinite(sums[rollout]) else math.nan
             found.append(RolloutShare(rollout, own["env"][0].as_py(), own.num_rows, means[0], means[1], drift, share))
     return found
-
-
-def _bad_token(tokens: pa.Table, row: int, bad: dict[str, np.ndarray], text_of: Callable[[int], str]) -> BadToken:
-    place = {name: tokens[name][row].as_py() for name in ("sample", "position", "rollout", "env")}
-    text = text_of(tokens["token_id"][row].as_py())
-    return BadToken(**place, text=text, columns=[name for name, flags in bad.items() if flags[row]])
 
 
 def why_zero(tokens: pa.Table, found: list[Component], grad_norm: float) -> str:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.console import plain_table
 from headrace.tools.replay.report import Anatomy, ColumnDifference, Report
 
 SHOWN_METRICS = ("loss", "entropy", "mismatch_kl", "optim/grad_norm", "optim/lr")
@@ -66,7 +67,7 @@ def _headline(report: Report) -> Iterator[str]:
 
 
 def _metrics(report: Report) -> Table:
-    table = _table("metric", "recorded", "replayed", "error")
+    table = plain_table("metric", "recorded", "replayed", "error")
     pairs = {pair.name: pair for pair in report.metrics}
     differing = [pair.name for pair in report.metrics if pair.error][:MAX_DIFFERING_METRICS]
     for name in dict.fromkeys((*SHOWN_METRICS, *differing)):
@@ -79,7 +80,7 @@ def _metrics(report: Report) -> Table:
 
 
 def _tokens(columns: Sequence[ColumnDifference]) -> Table:
-    table = _table("column", "tokens", "differ", "largest", "mean", "first")
+    table = plain_table("column", "tokens", "differ", "largest", "mean", "first", left=["first"])
     for each in columns:
         first = "" if each.first is None else "sample {}, position {}".format(*each.first)
         sizes = _difference(each.largest), _difference(each.mean)
@@ -93,25 +94,27 @@ def _anatomy(anatomy: Anatomy) -> Iterator[RenderableType]:
     if anatomy.num_bad_tokens or anatomy.bad_parameters:
         yield from _not_finite(anatomy)
     if anatomy.components:
-        table = _table("loss", "tokens", "masked", "value", "share of the gradient")
+        table = plain_table("loss", "tokens", "masked", "value", "share of the gradient")
         for part in anatomy.components:
             table.add_row(part.name, f"{part.tokens:,}", f"{part.masked:,}", _number(part.loss), f"{part.share:.1%}")
         yield from (Text(""), table)
     names = [part.name for part in anatomy.components]
-    table = _table("micro-batch", "sequences", "tokens", "trained", *(f"{name} loss" for name in names))
+    table = plain_table("micro-batch", "sequences", "tokens", "trained", *(f"{name} loss" for name in names))
     for number, each in enumerate(anatomy.micro_batches[:MAX_MICRO_BATCHES], 1):
         counts = (number, each.sequences, each.computed_tokens, each.scored_tokens)
         table.add_row(*(f"{count:,}" for count in counts), *(_number(each.losses.get(name)) for name in names))
     yield from (Text(""), table)
     if (more := len(anatomy.micro_batches) - MAX_MICRO_BATCHES) > 0:
         yield Text(f"and {more} more")
-    table = _table("rollout", "env", "tokens", "advantage", "entropy", "drift", "share of the gradient")
+    table = plain_table(
+        "rollout", "env", "tokens", "advantage", "entropy", "drift", "share of the gradient", left=["env"]
+    )
     for rollout in anatomy.rollouts:
         numbers = (f"{value:.4g}" for value in (rollout.advantage, rollout.entropy, rollout.drift))
         share = "not finite" if math.isnan(rollout.share) else f"{rollout.share:.1%}"
         table.add_row(str(rollout.rollout), rollout.env, f"{rollout.tokens:,}", *numbers, share)
     yield from (Text(""), table)
-    table = _table("parameter", "norm of its gradient")
+    table = plain_table("parameter", "norm of its gradient")
     for name, norm in anatomy.gradient_norms.items():
         table.add_row(name, _number(norm))
     yield from (Text(""), table)
@@ -121,19 +124,11 @@ def _not_finite(anatomy: Anatomy) -> Iterator[RenderableType]:
     yield Text(
         f"\nnot finite: tokens: {anatomy.num_bad_tokens:,}, gradients of parameters: {len(anatomy.bad_parameters):,}"
     )
-    table = _table("sample", "position", "rollout", "env", "token", "values")
+    table = plain_table("sample", "position", "rollout", "env", "token", "values", left=["env", "token", "values"])
     for token in anatomy.bad_tokens:
         place = (str(number) for number in (token.sample, token.position, token.rollout))
         table.add_row(*place, token.env, repr(token.text), ", ".join(token.columns))
     yield table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(names):
-        words = number == 0 or name in ("env", "token", "values", "first")
-        table.add_column(name, justify="left" if words else "right")
-    return table
 
 
 def _number(value: float | None) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.chart import HELD_OUT, TRAIN, Box, Plot, document, rule, text, ticks
+from headrace.observe.console import plain_table
 from headrace.tools.rescore.comparison import CAPTION, QUANTILES, Comparison, Share
 
 THEN, NOW = TRAIN, HELD_OUT
@@ -37,16 +38,8 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     return Group(signal, Text(), shares, Text(textwrap.fill(CAPTION, 100), style="dim"))
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _credit_table(comparison: Comparison) -> Table:
-    table = _table("credit", "then", "now")
+    table = plain_table("credit", "then", "now")
     sides = comparison.then, comparison.now
     table.add_row("groups with a signal", *(_part(side.groups_with_signal, comparison.groups) for side in sides))
     table.add_row("rollouts that train", *(_part(side.rollouts_that_train, comparison.rollouts) for side in sides))
@@ -64,7 +57,7 @@ def _credit_table(comparison: Comparison) -> Table:
 
 
 def _share_table(comparison: Comparison) -> Table:
-    table = _table("share of the gradient", "rollouts", "tokens", "then", "now", "change")
+    table = plain_table("share of the gradient", "rollouts", "tokens", "then", "now", "change")
     for title, shares in comparison.shares.items():
         table.add_row(Text(title, style="dim"))
         for share in shares:
