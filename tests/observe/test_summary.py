@@ -10,7 +10,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import duration
-from headrace.observe.summary import EnvironmentReport, ends, summarize, text, write_summary
+from headrace.observe.summary import EnvironmentReport, end_means, format_summary, summarize, write_summary
 from headrace.rollout.types import Rollout, RolloutError
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Draw, Entries, Outcome, Totals
@@ -50,20 +50,20 @@ def test_without_evaluation_reward_is_the_mean_of_train_steps_at_either_end(run:
     ("steps", "expected"), [(1, (1.0, 1.0)), (2, (1.0, 2.0)), (4, (1.5, 3.5)), (10, (3.0, 8.0)), (12, (3.0, 10.0))]
 )
 def test_no_step_counts_for_both_ends(steps: int, expected: tuple[float, float]) -> None:
-    assert ends([(step, float(step)) for step in range(1, steps + 1)]) == expected
+    assert end_means([(step, float(step)) for step in range(1, steps + 1)]) == expected
 
 
 def test_failed_episodes_of_an_evaluation_and_skipped_steps_are_reported(run: RunDir) -> None:
     MetricsLog(run.metrics, "orchestrator").log(7, {"eval/reverse-text/avg@2": 0.1, "eval/reverse-text/errors": 0.75})
     MetricsLog(run.metrics, "trainer").log(8, {"loss": None, "optim/skipped": 3})
-    shown = text(run, summarize(run))
+    shown = format_summary(run, summarize(run))
     assert "3 of these had no update" in shown
     assert "reverse-text: 75% of the episodes of its last evaluation failed, and are left out of its mean" in shown
     failed = Rollout(env="reverse-text", error=RolloutError("environment", "ValueError: no such tool"))
     write_eval_rollouts(RolloutKind.EVAL.path(run.rollouts, 7), 7, [failed, Rollout(env="reverse-text", reward=0.4)])
     (entry,) = summarize(run).environments
     assert entry.eval_error == "environment: ValueError: no such tool" and entry.error is None
-    assert entry.eval_error in text(run, summarize(run))
+    assert entry.eval_error in format_summary(run, summarize(run))
 
 
 def test_with_evaluations_reward_is_held_out_first_and_last(run: RunDir) -> None:
@@ -104,7 +104,7 @@ def test_unused_engine_slots_are_reported_with_the_setting_that_limits_them(
     summary = summarize(run)
     assert summary.slots_used == pytest.approx(share)
     assert (key in (summary.slots_advice or "")) if key else summary.slots_advice is None
-    assert ("engine slots" in text(run, summary)) == bool(key)
+    assert ("engine slots" in format_summary(run, summary)) == bool(key)
 
 
 def test_for_people_it_prints_a_table_and_writes_page_and_plot(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ from headrace.orchestrator.signals import (
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import NOT_SAMPLED, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version, staleness
-from headrace.tools.audit import Report, compare_draws
+from headrace.tools.audit import AuditReport, compare_draws
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import NOT_TRAINABLE, Entries
 
@@ -282,7 +282,7 @@ class Simulation:
 
     def _check_curriculum(self) -> None:
         """Its state is a fold over the journal, and every draw follows from what its sampler had observed."""
-        report = Report()
+        report = AuditReport()
         compare_draws(self.train_tasks(), 0, self.journal, report)
         assert report.problems == []
         folded, live = TrainSource(self.train_tasks(), 0), self.process.source

@@ -16,7 +16,7 @@ from headrace.errors import BadInput, Failure
 from headrace.launch.run_directory import LAUNCHER, checkpoints, find_run, in_use
 from headrace.observe.chart import comparison_chart
 from headrace.observe.metrics import Record, Tail
-from headrace.observe.summary import Summary, read_history, summarize, text
+from headrace.observe.summary import Summary, format_summary, read_history, summarize
 from headrace.transport.epochs import is_here, newest_lease
 from headrace.transport.run_dir import RolloutKind, RunDir
 from headrace.transport.verification import Verification
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from headrace.runfile.run import AnyRun
-    from headrace.tools.audit import Report
+    from headrace.tools.audit import AuditReport
 
 POLL_S = 0.25
 REWARD = "reward/all/mean"
@@ -184,7 +184,7 @@ class Run:
         }
         return Plot(comparison_chart(self.path.name, curves, what=names[0] if len(names) == 1 else ""))
 
-    def audit(self) -> Report:
+    def audit(self) -> AuditReport:
         """Account for every prompt of the run, and check its journal and checkpoints."""
         from headrace.tools.audit import audit_run
 
@@ -243,7 +243,7 @@ class Run:
         return f"Run({str(self.path)!r}, {self.state})"
 
     def __str__(self) -> str:
-        return text(self.files, self.summary()) if self.files.metrics.is_file() else repr(self)
+        return format_summary(self.files, self.summary()) if self.files.metrics.is_file() else repr(self)
 
 
 def _events_of(record: Record) -> Iterator[Event]:

@@ -18,7 +18,7 @@ from headrace.launch.saved_config import read_rl_run, run_directory
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.tools.rescore.options import algorithms_of, check_rescorable, describe_all, short_name, with_algorithm
 from headrace.tools.rescore.report import comparison_tables, rescore_chart
-from headrace.tools.rescore.rescoring import Outcome, rescore_run
+from headrace.tools.rescore.rescoring import RescoreResult, rescore_run
 from headrace.transport.files import write_atomically
 from headrace.transport.journal import Journal
 from headrace.transport.rollout_files import RolloutFiles
@@ -79,7 +79,7 @@ def run_rescore(arguments: argparse.Namespace) -> int:
     return 1 if is_own and not outcome.comparison.same else 0
 
 
-def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, is_own: bool, plot: Path) -> None:
+def _print_tables(title: str, labels: tuple[str, str], outcome: RescoreResult, is_own: bool, plot: Path) -> None:
     comparison = outcome.comparison
     lines = [
         f"{title}: {comparison.rollouts:,} rollouts in {comparison.groups:,} groups",
@@ -95,7 +95,7 @@ def _print_tables(title: str, labels: tuple[str, str], outcome: Outcome, is_own:
     console.print(Text("\n".join(["", *_remarks(outcome, is_own), f"plot: {plot}"])), soft_wrap=True)
 
 
-def _remarks(outcome: Outcome, is_own: bool) -> list[str]:
+def _remarks(outcome: RescoreResult, is_own: bool) -> list[str]:
     """Return tallies, rollouts that the algorithm would drop, and whether the credit is the same."""
     comparison = outcome.comparison
     lines = [f"{name}: {value:.6g}" for name, value in sorted(outcome.counted.items())]
@@ -112,7 +112,7 @@ def _remarks(outcome: Outcome, is_own: bool) -> list[str]:
     return lines
 
 
-def _print_json(root: Path, steps: Sequence[int], labels: tuple[str, str], outcome: Outcome, plot: Path) -> None:
+def _print_json(root: Path, steps: Sequence[int], labels: tuple[str, str], outcome: RescoreResult, plot: Path) -> None:
     content = {
         "run": str(root),
         "steps": [steps[0], steps[-1]],

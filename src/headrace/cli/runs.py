@@ -14,7 +14,7 @@ import msgspec
 from headrace.api.run import Run
 from headrace.cli.common import add_format, output_console, positive
 from headrace.observe.chart_export import check_format, convert_plots
-from headrace.observe.summary import text, write_summary
+from headrace.observe.summary import format_summary, write_summary
 
 DEFAULT_TOKENS = 20
 PIPE_WIDTH = 200
@@ -32,7 +32,7 @@ def run_summary(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode(run.summary()).decode())
     else:
-        print(text(run.files, write_summary(run.files)))
+        print(format_summary(run.files, write_summary(run.files)))
         for path in convert_plots([run.files.plot] if run.files.plot.exists() else [], arguments.format):
             print(f"wrote {path}")
     return 0

@@ -20,7 +20,7 @@ from headrace.launch.saved_config import kind_of
 from headrace.launch.slurm_job import in_allocation, submitted
 from headrace.observe.chart_export import check_format, convert_plots
 from headrace.runfile.run import RunConfig
-from headrace.tools.compare.view import align
+from headrace.tools.compare.view import align_table
 from headrace.tools.sweep.config import SweepConfig, flatten, override_words, read_sweep
 from headrace.tools.sweep.jobs import SCRIPT, Job, array_script, check_engines, default_directory, make_jobs
 from headrace.tools.sweep.plan import PlannedRun, format_value, plan_runs
@@ -138,7 +138,7 @@ def _plan_table(runs: Mapping[str, PlannedRun]) -> str:
     rows = [
         [name, *(format_value(of_run[key]) if key in of_run else "" for key in keys)] for name, of_run in values.items()
     ]
-    return align([["run", *keys], *rows])
+    return align_table([["run", *keys], *rows])
 
 
 def read_evaluation(table: Mapping[str, Any], file: str, directory: Path) -> argparse.Namespace:

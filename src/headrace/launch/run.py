@@ -31,7 +31,7 @@ from headrace.launch.saved_config import save
 from headrace.launch.supervisor import Supervisor
 from headrace.observe.grafana import dashboard
 from headrace.observe.prometheus import exporting
-from headrace.observe.summary import summarize, text, title, write_summary
+from headrace.observe.summary import format_summary, run_title, summarize, write_summary
 from headrace.observe.terminal import make_view
 from headrace.runfile.run import AnyRun, RunConfig
 from headrace.transport.announcements import announcements
@@ -71,7 +71,7 @@ def launch(
         def make(resume: bool) -> Supervisor:
             if resume:
                 run.weights.delete_after(run.latest_checkpoint_step())
-            supervisor = make_supervisor(config, run, title(run), hosts, listed, resume=resume, **options)
+            supervisor = make_supervisor(config, run, run_title(run), hosts, listed, resume=resume, **options)
             driver.on_scale, driver.notify = supervisor.scale, supervisor.say
             return supervisor
 
@@ -101,7 +101,7 @@ def launch(
     if code:
         print(f"stopped at step {supervisor.history.step}; continue with: {again}")
     else:
-        print(text(run, summarize(run, supervisor.history)))
+        print(format_summary(run, summarize(run, supervisor.history)))
     return code
 
 

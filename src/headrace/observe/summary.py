@@ -107,7 +107,7 @@ def summarize(run: RunDir, history: History | None = None) -> Summary:
     if held_out := history.held_out():
         start, end, source = held_out[0][1], held_out[-1][1], "held-out"
     elif train := history.train_reward():
-        (start, end), source = ends(train), "train"
+        (start, end), source = end_means(train), "train"
     prefix, heartbeat = "progress/dropped/", read_heartbeat(run.heartbeat)
     shares = [share for _, share in history.slots_used()]
     used = sum(shares[-END_STEPS:]) / len(shares[-END_STEPS:]) if shares else None
@@ -159,7 +159,7 @@ def report_environments(run: RunDir, history: History) -> list[EnvironmentReport
         report.dropped, report.errors = dropped.get(name, {}), errors.get(name, {})
         report.error = _first_error(report.errors)
         if curve := history.train_reward(name):
-            report.reward_start, report.reward_end = ends(curve)
+            report.reward_start, report.reward_end = end_means(curve)
         if scores := sorted(history.evals.get(name, {}).items()):
             report.eval_start, report.eval_end = scores[0][1], scores[-1][1]
         if shares := history.eval_failures.get(name):
@@ -170,7 +170,7 @@ def report_environments(run: RunDir, history: History) -> list[EnvironmentReport
     return reports
 
 
-def ends(curve: Curve) -> tuple[float, float]:
+def end_means(curve: Curve) -> tuple[float, float]:
     """Return the means of a few steps at the beginning and at the end of a curve; no step counts twice."""
     count = max(1, min(END_STEPS, len(curve) // 2))
     first, last = ([value for _, value in points] for points in (curve[:count], curve[-count:]))
@@ -260,17 +260,17 @@ def write_summary(run: RunDir, history: History | None = None) -> Summary:
     history = read_history(run) if history is None else history
     summary = summarize(run, history)
     if summary.reward_end is not None:
-        chart = reward_chart(f"{title(run)}: reward", history.train_reward(), history.held_out())
+        chart = reward_chart(f"{run_title(run)}: reward", history.train_reward(), history.held_out())
         write_atomically(run.plot, chart.encode())
-    write_atomically(run.summary, page(run, summary).encode())
+    write_atomically(run.summary, format_page(run, summary).encode())
     return summary
 
 
-def title(run: RunDir) -> str:
+def run_title(run: RunDir) -> str:
     return escape_line(run.root.resolve().name)
 
 
-def rows(summary: Summary) -> list[tuple[str, str]]:
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the summary as labels and values."""
     result = [("steps", f"{summary.steps} in {duration(summary.seconds)}")]
     if summary.failure is not None:
@@ -285,7 +285,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         result.append(("loss at the end", f"{summary.loss_end:.4f}"))
     counts = {
         "rollouts": f"{summary.rollouts:,}",
-        "not trained on": dropped_text(summary.dropped),
+        "not trained on": format_drops(summary.dropped),
         "tokens sampled": f"{summary.tokens_sampled:,}",
         "tokens trained": f"{summary.tokens_trained:,}",
     }
@@ -295,38 +295,39 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     return result
 
 
-def places(run: RunDir) -> list[tuple[str, Path]]:
+def existing_files(run: RunDir) -> list[tuple[str, Path]]:
     """Return the files of the run directory that exist, with labels."""
     names = ("plot", "summary", "rollouts", "checkpoints", "metrics", "logs", "config")
     paths = [("model", run.final_model), *((name, getattr(run, name)) for name in names)]
     return [(label, path) for label, path in paths if path.exists()]
 
 
-def dropped_text(dropped: Mapping[str, int]) -> str:
+def format_drops(dropped: Mapping[str, int]) -> str:
     """Return rollouts that were not trained on, by reason: `24 left over at the end, 3 timeout`."""
     return ", ".join(f"{count:,} {REASON_TEXTS.get(reason, reason)}" for reason, count in sorted(dropped.items()))
 
 
-def text(run: RunDir, summary: Summary) -> str:
+def format_summary(run: RunDir, summary: Summary) -> str:
     """Return the summary as a table for the terminal, with the paths of the chart and the model."""
-    shown = [*rows(summary), *((label, str(path)) for label, path in places(run) if label in ("model", "plot"))]
+    paths = [(label, str(path)) for label, path in existing_files(run) if label in ("model", "plot")]
+    shown = [*summary_rows(summary), *paths]
     width = max(len(label) for label, _ in shown)
-    lines = [title(run), *(f"  {label:<{width}}  {value}" for label, value in shown)]
+    lines = [run_title(run), *(f"  {label:<{width}}  {value}" for label, value in shown)]
     if len(summary.environments) > 1:
-        cells = table(summary.environments)
+        cells = environment_table(summary.environments)
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)]
-    lines += [f"  {sentence}" for sentence in failures(summary.environments)]
+    lines += [f"  {sentence}" for sentence in describe_failures(summary.environments)]
     return "\n".join(line.replace("\n", CONTINUATION) for line in lines)
 
 
-def page(run: RunDir, summary: Summary) -> str:
+def format_page(run: RunDir, summary: Summary) -> str:
     """Return the content of `summary.md`."""
-    where = [(label, path.relative_to(run.root)) for label, path in places(run) if path != run.summary]
+    where = [(label, path.relative_to(run.root)) for label, path in existing_files(run) if path != run.summary]
     lines = [
-        f"# {escape_markdown(title(run))}",
+        f"# {escape_markdown(run_title(run))}",
         "",
-        *markdown_table([("", ""), *rows(summary)]),
+        *markdown_table([("", ""), *summary_rows(summary)]),
         "",
         *_environments(summary.environments),
         *([f"![Reward over optimizer steps]({run.plot.name})", ""] if run.plot.exists() else []),
@@ -342,14 +343,15 @@ def page(run: RunDir, summary: Summary) -> str:
 
 def _environments(entries: Sequence[EnvironmentReport]) -> list[str]:
     """Return the part of `summary.md` about environments, if there are several or one has failures."""
-    sentences = failures(entries)
+    sentences = describe_failures(entries)
     if len(entries) < 2 and not sentences:
         return []
     listed = [f"- {escape_markdown(' '.join(sentence.split()))}" for sentence in sentences]
-    return ["## By environment", "", *markdown_table(table(entries)), "", *listed, *([""] if listed else [])]
+    table = markdown_table(environment_table(entries))
+    return ["## By environment", "", *table, "", *listed, *([""] if listed else [])]
 
 
-def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
+def environment_table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
     """Return the cells of a table: a row of titles, then a row per environment."""
 
     def change(start: float | None, end: float | None) -> str:
@@ -360,12 +362,12 @@ def table(entries: Sequence[EnvironmentReport]) -> list[list[str]]:
         trains = entry.algorithm is not None or entry.draws > 0
         counts = [f"{entry.draws:,}", f"{entry.rollouts_trained:,}"] if trains else ["", ""]
         changes = [change(entry.reward_start, entry.reward_end), change(entry.eval_start, entry.eval_end)]
-        cells = [entry.name, entry.algorithm or "", *counts, *changes, dropped_text(entry.dropped)]
+        cells = [entry.name, entry.algorithm or "", *counts, *changes, format_drops(entry.dropped)]
         rows.append([cell or "-" for cell in cells])
     return rows
 
 
-def failures(entries: Sequence[EnvironmentReport]) -> list[str]:
+def describe_failures(entries: Sequence[EnvironmentReport]) -> list[str]:
     """Return a sentence for every environment with failed episodes, the worst first, and for each further reason."""
     failed = sorted((entry for entry in entries if entry.error), key=lambda entry: entry.rollouts_trained > 0)
     sentences = []

@@ -39,14 +39,14 @@ from headrace.transport.rollout_files import RolloutFiles, dropped_files, read_c
 from headrace.transport.run_dir import RolloutKind, RunDir
 
 
-def audit_run(run: RunDir) -> Report:
+def audit_run(run: RunDir) -> AuditReport:
     """Audit an RL run; raise `BadInput` if its journal cannot be read at all."""
     if not run.journal.is_file():
         raise BadInput("no journal in it: not an RL run, or one that has not begun", key="RUN", value=run.root)
     with closing(Journal(run.journal, read_only=True)) as journal:
         if damage := journal.find_damage():
-            return Report({}, damage, ["everything else: the journal is damaged"])
-        report = Report(journal.states())
+            return AuditReport({}, damage, ["everything else: the journal is damaged"])
+        report = AuditReport(journal.states())
         damaged = find_damaged_files(run, journal)
         report.problems += damaged.values()
         _collect(report, find_violations(run, journal))
@@ -67,7 +67,7 @@ def audit_run(run: RunDir) -> Report:
     return report
 
 
-def _collect(report: Report, problems: Iterable[str]) -> None:
+def _collect(report: AuditReport, problems: Iterable[str]) -> None:
     """Add problems until a file cannot be read, which is the last one."""
     try:
         for problem in problems:
@@ -76,7 +76,7 @@ def _collect(report: Report, problems: Iterable[str]) -> None:
         report.problems.append(str(error))
 
 
-def _name_unchecked(run: RunDir, journal: Journal, report: Report) -> None:
+def _name_unchecked(run: RunDir, journal: Journal, report: AuditReport) -> None:
     """Name what an older version did not record, and what the run itself has deleted."""
     if not journal.has_checksums:
         report.unchecked.append("rows of the journal: an older version wrote it, without checksums")
@@ -94,7 +94,7 @@ MAX_REPORTED = 10
 """Problems of one kind that are listed; the others are counted."""
 
 
-class Report(msgspec.Struct):
+class AuditReport(msgspec.Struct):
     """Sentences about a run, and the number of its draws by state."""
 
     states: dict[str, int] = msgspec.field(default_factory=dict)
@@ -246,7 +246,7 @@ TRAIN = "train"
 """The slot of training environments in the journal."""
 
 
-async def replay_credit(config: OrchestratorConfig, journal: Journal, files: RolloutFiles, report: Report) -> None:
+async def replay_credit(config: OrchestratorConfig, journal: Journal, files: RolloutFiles, report: AuditReport) -> None:
     """Credit the saved rollouts again with the algorithm of each environment, and replay the algorithms' states."""
     assert config.seq_len is not None
     replayable: dict[str, Algorithm] = {}
@@ -282,7 +282,7 @@ async def replay_credit(config: OrchestratorConfig, journal: Journal, files: Rol
     report.problems += shortened(await find_state_violations(journal, replayable))
 
 
-def replay_draws(config: OrchestratorConfig, journal: Journal, report: Report) -> None:
+def replay_draws(config: OrchestratorConfig, journal: Journal, report: AuditReport) -> None:
     """Draw every task again from the seed and from the rewards that its sampler had observed."""
     entries, recorded, other = [], journal.data(), _other_settings(config, journal)
     if other:
@@ -309,7 +309,7 @@ def _other_settings(config: OrchestratorConfig, journal: Journal) -> set[int]:
 
 
 def compare_draws(
-    entries: Sequence[TrainTasks], seed: int, journal: Journal, report: Report, other: Collection[int] = ()
+    entries: Sequence[TrainTasks], seed: int, journal: Journal, report: AuditReport, other: Collection[int] = ()
 ) -> None:
     """Compare the journal's draws with those that the environments and the seed give; not those of `other` epochs."""
     epochs, lessons = journal.epochs(), list(journal.lessons())

@@ -13,7 +13,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.tools.compare.comparison import RunComparison, compare_runs
 from headrace.tools.compare.inputs import differences, group_by_variant, settings_of
 from headrace.tools.compare.significance import bootstrap, welch
-from headrace.tools.compare.view import format_comparison, sentences, write_page
+from headrace.tools.compare.view import describe_differences, format_comparison, write_page
 from tests.observe.runs import write_episodes, write_evaluation, write_run
 
 
@@ -166,7 +166,7 @@ def test_a_run_without_episodes_leaves_accuracies_out_with_a_note(seeds: list[Pa
 def test_runs_of_one_variant_have_a_spread_and_no_difference(seeds: list[Path]):
     comparison = compare_runs(seeds[:2]).comparison
     assert comparison.differences == []
-    assert "only in their seeds" in sentences(comparison)[0]
+    assert "only in their seeds" in describe_differences(comparison)[0]
 
 
 def test_an_unfinished_run_is_compared_as_far_as_it_went(tmp_path: Path):

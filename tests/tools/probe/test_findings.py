@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.tools.probe.findings import Finding, list_findings
+from headrace.tools.probe.findings import ProbeFinding, list_findings
 from headrace.tools.probe.report import (
     TINY,
     EpisodeProblem,
@@ -36,7 +36,7 @@ def seen(earned: dict[str, float | list[float]] | None = None, *others: ProbeEpi
     return report
 
 
-def only(report: ProbeReport) -> Finding:
+def only(report: ProbeReport) -> ProbeFinding:
     (finding,) = list_findings(report)
     return finding
 

@@ -64,7 +64,7 @@ class RunReport(msgspec.Struct):
     """avg@k by environment."""
 
 
-class Spread(msgspec.Struct):
+class SeedRange(msgspec.Struct):
     """Mean and range over the seeds of a variant."""
 
     mean: float
@@ -77,7 +77,7 @@ class Variant(msgspec.Struct):
     runs: list[str]
     settings: dict[str, Any]
     """Settings in which variants differ; None: unset."""
-    ends: dict[str, Spread]
+    ends: dict[str, SeedRange]
     """Final values by metric."""
 
 
@@ -266,7 +266,7 @@ def _variants(runs: Sequence[_Run], groups: dict[str, list[int]], measures: Sequ
         spreads = {}
         for measure in measures:
             ends = [measure.ends[n] for n in group]
-            spreads[measure.name] = Spread(fmean(ends), min(ends), max(ends))
+            spreads[measure.name] = SeedRange(fmean(ends), min(ends), max(ends))
         variants.append(Variant(name, [runs[n].name for n in group], settings, spreads))
     return variants
 

@@ -18,7 +18,7 @@ from headrace.tools.common import CONFIDENCE, INTERVAL, bootstrap_means
 RESAMPLES = 10_000
 
 
-class Estimate(NamedTuple):
+class DifferenceEstimate(NamedTuple):
     """The difference of means, second minus first, with its interval."""
 
     difference: float
@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
     """Two-sided p-value."""
 
 
-def welch(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
+def welch(first: Sequence[float], second: Sequence[float]) -> DifferenceEstimate | None:
     """Welch's t-test, for sides with unequal variances; None if neither side varies.
 
     t = (m2 - m1) / sqrt(v1/n1 + v2/n2), with the degrees of freedom of Welch and Satterthwaite.
@@ -42,7 +42,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
     return _by_t(fmean(second) - fmean(first), math.sqrt(sum(shares)), degrees)
 
 
-def one_against_several(one: float, several: Sequence[float]) -> Estimate | None:
+def one_against_several(one: float, several: Sequence[float]) -> DifferenceEstimate | None:
     """Student's t-test of one value that is assumed to have the variance of the others; None if these do not vary.
 
     t = (m - x) / (s * sqrt(1 + 1/n)), with n - 1 degrees of freedom.
@@ -51,7 +51,7 @@ def one_against_several(one: float, several: Sequence[float]) -> Estimate | None
     return _by_t(fmean(several) - one, error, len(several) - 1) if error else None
 
 
-def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, seed: int = 0) -> Estimate:
+def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, seed: int = 0) -> DifferenceEstimate:
     """Resample with replacement: percentiles of the difference of means, and twice the smaller tail as p-value.
 
     With `paired`, both sides have one value for each of the same examples, which are drawn together.
@@ -65,12 +65,12 @@ def bootstrap(first: Sequence[float], second: Sequence[float], *, paired: bool, 
     low, high = np.quantile(drawn, INTERVAL)
     tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))
-    return Estimate(float(two.mean() - one.mean()), float(low), float(high), p)
+    return DifferenceEstimate(float(two.mean() - one.mean()), float(low), float(high), p)
 
 
-def _by_t(difference: float, error: float, degrees: float) -> Estimate:
+def _by_t(difference: float, error: float, degrees: float) -> DifferenceEstimate:
     reach = t_quantile(1 - CONFIDENCE, degrees) * error
-    return Estimate(difference, difference - reach, difference + reach, t_tails(difference / error, degrees))
+    return DifferenceEstimate(difference, difference - reach, difference + reach, t_tails(difference / error, degrees))
 
 
 def t_tails(t: float, degrees: float) -> float:
@@ -145,7 +145,7 @@ class Difference(msgspec.Struct):
     """The data of the test, and its limits."""
 
 
-_TestResult = tuple[str, Estimate | None, str]
+_TestResult = tuple[str, DifferenceEstimate | None, str]
 """Method, estimate (None without a test) and note."""
 
 
@@ -173,7 +173,7 @@ def _test_seeds(baseline: VariantValues, variant: VariantValues) -> _TestResult:
             estimate = one_against_several(first[0], second)
         else:
             swapped = one_against_several(second[0], first)
-            estimate = swapped and Estimate(-swapped.difference, -swapped.high, -swapped.low, swapped.p)
+            estimate = swapped and DifferenceEstimate(-swapped.difference, -swapped.high, -swapped.low, swapped.p)
     if estimate is None:
         return "none", None, "all seeds have the same value, so the variance is unknown"
     return method, estimate, note

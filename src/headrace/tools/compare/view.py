@@ -16,7 +16,7 @@ from headrace.tools.compare.comparison import (
     ComparisonWithCurves,
     RunComparison,
     RunReport,
-    Spread,
+    SeedRange,
     format_setting,
     smaller_is_better,
 )
@@ -37,8 +37,8 @@ MAX_CELL_CHARS = 40
 
 def format_comparison(comparison: RunComparison) -> str:
     """Return the tables and sentences for the terminal."""
-    parts = [f"{title}\n{align(cells)}" for title, cells in tables(comparison)]
-    lines = [*sentences(comparison), *comparison.notes]
+    parts = [f"{title}\n{align_table(cells)}" for title, cells in titled_tables(comparison)]
+    lines = [*describe_differences(comparison), *comparison.notes]
     filled = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in lines]
     return "\n\n".join([*parts, "\n".join(filled)])
 
@@ -53,7 +53,7 @@ def write_page(compared: ComparisonWithCurves, directory: Path) -> list[Path]:
         for metric, curves in compared.curves.items()
     }
     files = {
-        directory / "comparison.md": page(comparison, [path.name for path in charts]),
+        directory / "comparison.md": format_page(comparison, [path.name for path in charts]),
         directory / "comparison.json": msgspec.json.format(msgspec.json.encode(comparison)).decode() + "\n",
         **charts,
     }
@@ -62,17 +62,17 @@ def write_page(compared: ComparisonWithCurves, directory: Path) -> list[Path]:
     return list(files)
 
 
-def page(comparison: RunComparison, charts: Sequence[str]) -> str:
+def format_page(comparison: RunComparison, charts: Sequence[str]) -> str:
     lines = [f"# {escape_markdown(', '.join(variant.name for variant in comparison.variants))}", ""]
     for chart in charts:
         lines += [f"![{chart.removesuffix('.svg')} over optimizer steps]({chart})", ""]
-    for title, cells in tables(comparison):
+    for title, cells in titled_tables(comparison):
         lines += [f"## {escape_markdown(title)}", "", *markdown_table(cells), ""]
-    lines += [f"- {escape_markdown(line)}" for line in (*sentences(comparison), *comparison.notes)]
+    lines += [f"- {escape_markdown(line)}" for line in (*describe_differences(comparison), *comparison.notes)]
     return "\n".join([*lines, ""])
 
 
-def tables(comparison: RunComparison) -> list[tuple[str, Cells]]:
+def titled_tables(comparison: RunComparison) -> list[tuple[str, Cells]]:
     """Return the tables that have rows, with their titles."""
     titled = [("What differs", _settings(comparison)), (f"{comparison.metric} by run", _runs(comparison))]
     if any(len(variant.runs) > 1 for variant in comparison.variants):
@@ -103,8 +103,8 @@ def _run(run: RunReport, evaluated: Sequence[str]) -> list[str]:
     scores = [run.evaluations.get(name) for name in evaluated]
     return [
         run.name,
-        *map(number, (run.metric.first, run.metric.best, run.metric.last)),
-        *("none" if ends is None else f"{number(ends.first)} to {number(ends.last)}" for ends in scores),
+        *map(format_number, (run.metric.first, run.metric.best, run.metric.last)),
+        *("none" if ends is None else f"{format_number(ends.first)} to {format_number(ends.last)}" for ends in scores),
         f"{run.steps}" if run.max_steps in (None, run.steps) else f"{run.steps} of {run.max_steps}",
         duration(run.seconds),
         f"{run.tokens_sampled:,}",
@@ -121,11 +121,11 @@ def _variants(comparison: RunComparison) -> Cells:
     return [["variant", "seeds", *metrics], *rows]
 
 
-def format_spread(spread: Spread) -> str:
-    return f"{number(spread.mean)} ({number(spread.lowest)} to {number(spread.highest)})"
+def format_spread(spread: SeedRange) -> str:
+    return f"{format_number(spread.mean)} ({format_number(spread.lowest)} to {format_number(spread.highest)})"
 
 
-def sentences(comparison: RunComparison) -> list[str]:
+def describe_differences(comparison: RunComparison) -> list[str]:
     """Return one sentence per difference with its interval and p-value."""
     if not comparison.differences:
         return ["The runs differ only in their seeds: there is a spread, but no difference to test."]
@@ -144,7 +144,7 @@ def significance_limit(comparison: RunComparison) -> tuple[int, float]:
     return tested, SIGNIFICANCE_LEVEL / max(tested, 1)
 
 
-def verdict(difference: Difference, limit: float) -> str:
+def describe_significance(difference: Difference, limit: float) -> str:
     """Return whether the difference is significant, in words; empty if it was not tested."""
     if difference.p is None:
         return ""
@@ -153,14 +153,14 @@ def verdict(difference: Difference, limit: float) -> str:
 
 def _sentence(d: Difference, limit: float, at: int | None) -> str:
     where = "" if at is None else f" at step {at}"
-    subject = f"{d.variant} against {d.baseline}, {d.metric}{where}: {signed(d.difference)}"
+    subject = f"{d.variant} against {d.baseline}, {d.metric}{where}: {format_signed(d.difference)}"
     if d.p is None or d.low is None or d.high is None:
         return f"{subject}; {d.note}."
-    interval = f"95% from {signed(d.low)} to {signed(d.high)}, p = {d.p:.2g}"
-    return f"{subject} ({interval}), {verdict(d, limit)}. {d.note[0].upper()}{d.note[1:]}."
+    interval = f"95% from {format_signed(d.low)} to {format_signed(d.high)}, p = {d.p:.2g}"
+    return f"{subject} ({interval}), {describe_significance(d, limit)}. {d.note[0].upper()}{d.note[1:]}."
 
 
-def align(cells: Cells) -> str:
+def align_table(cells: Cells) -> str:
     """Format a table with its first column left-aligned and the others right-aligned."""
     cells = [[escape_line(cell) for cell in row] for row in cells]
     cells = [
@@ -173,9 +173,9 @@ def align(cells: Cells) -> str:
     )
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     return f"{value:+.3f}" if abs(value) < 1000 else f"{value:+,.0f}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace import __version__
 from headrace.config.files import read_toml
-from headrace.observe.summary import rows, summarize, table, title
+from headrace.observe.summary import environment_table, run_title, summarize, summary_rows
 from headrace.runfile.reading import leaves
 from headrace.safe_text import markdown_table
 from headrace.tools.hub.layout import CONFIG, RUN, hub_name
@@ -48,7 +48,7 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     return "\n".join(
         [
             *_head({"library_name": "transformers", "base_model": base}, ["headrace", kind], datasets),
-            *(f"# {title(run)}", ""),
+            *(f"# {run_title(run)}", ""),
             *(f"A run of {KIND_NAMES[kind]} with Headrace {__version__}. It began with {began}.", ""),
             *_results(run, files),
             *_data(tree),
@@ -56,7 +56,7 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
             *(f"All of them are in [`{RUN}{CONFIG}`]({RUN}{CONFIG}).", "", *_platform(run)),
             *("## What is here", "", *model),
             *("The run, as a directory that `headrace summary` and `headrace eval` read:", ""),
-            *_pulling(repo, title(run)),
+            *_pulling(repo, run_title(run)),
         ]
     )
 
@@ -99,8 +99,8 @@ def _results(run: RunDir, files: Sequence[str]) -> list[str]:
     plot = run.plot.name
     shown = [f"![Reward over optimizer steps]({plot})", ""] if plot in files else []
     summary = summarize(run)
-    by_environment = [*markdown_table(table(summary.environments)), ""] if summary.environments else []
-    return ["## Results", "", *markdown_table([("", ""), *rows(summary)]), "", *by_environment, *shown]
+    by_environment = [*markdown_table(environment_table(summary.environments)), ""] if summary.environments else []
+    return ["## Results", "", *markdown_table([("", ""), *summary_rows(summary)]), "", *by_environment, *shown]
 
 
 def _sources(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

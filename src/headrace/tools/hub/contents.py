@@ -14,7 +14,7 @@ from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.launch.run_directory import checkpoints, in_use
 from headrace.launch.saved_config import read_run
-from headrace.observe.summary import title
+from headrace.observe.summary import run_title
 from headrace.rollout.schema import DamagedFile
 from headrace.tools.hub.card import dataset_card, model_card, rollouts_card, run_card
 from headrace.tools.hub.folder import Listing, list_folder, refuse_secrets, refuse_secrets_in
@@ -68,7 +68,7 @@ class Parts(NamedTuple):
 
 
 def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
-    run, name = RunDir(directory), title(RunDir(directory))
+    run, name = RunDir(directory), run_title(RunDir(directory))
     if parts.resume_state and in_use(directory):
         fact = "the run is at work: its files would be of two moments"
         raise BadInput(fact, key="PATH", value=str(directory), fix="Stop it first.")
@@ -186,5 +186,5 @@ def contents_of_rollouts(directory: Path, repo: str) -> Contents:
     if not found:
         raise BadInput("this run has saved no rollouts", file=directory)
     files: dict[str, Content] = {f"data/{path.name}": path for path in found}
-    name = f"{title(run)}-rollouts"
-    return Contents("dataset", name, files, rollouts_card(title(run), repo, sorted(files)), ["data/"])
+    name = f"{run_title(run)}-rollouts"
+    return Contents("dataset", name, files, rollouts_card(run_title(run), repo, sorted(files)), ["data/"])

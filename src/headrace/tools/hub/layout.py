@@ -101,7 +101,7 @@ def relocate_config(tree: Tree, output_dir: str, model: str | None) -> bytes:
     return tomli_w.dumps(tree).encode()
 
 
-class Manifest(msgspec.Struct):
+class HubManifest(msgspec.Struct):
     """`headrace.json`: what was pushed to a repository, so that a pull can check whether it is complete."""
 
     kind: Kind
@@ -117,13 +117,13 @@ class Manifest(msgspec.Struct):
         return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
 
 
-def read_manifest(repository: Repository, remote: Snapshot | None) -> Manifest | None:
+def read_manifest(repository: Repository, remote: Snapshot | None) -> HubManifest | None:
     """Return the manifest of a repository; None if it has none."""
     if remote is None or MANIFEST not in remote.files:
         return None
     where = f"{MANIFEST} of {repository.name}"
     try:
-        manifest = msgspec.json.decode(repository.read(MANIFEST, remote.commit), type=Manifest)
+        manifest = msgspec.json.decode(repository.read(MANIFEST, remote.commit), type=HubManifest)
     except msgspec.DecodeError as error:
         raise BadInput(f"not written by Headrace: {error}", file=where) from error
     if manifest.schema != SCHEMA:

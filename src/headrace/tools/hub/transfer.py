@@ -23,7 +23,7 @@ from headrace.tools.hub.layout import (
     JOURNAL,
     MANIFEST,
     RUN,
-    Manifest,
+    HubManifest,
     path_in_run,
     read_manifest,
     relocate_config,
@@ -74,7 +74,7 @@ def push(
 
 
 def plan_push(
-    contents: Contents, remote: Snapshot | None, manifest: Manifest | None, repo: str, *, replace: bool
+    contents: Contents, remote: Snapshot | None, manifest: HubManifest | None, repo: str, *, replace: bool
 ) -> PushPlan:
     """Return what a push does; `manifest` is that of the earlier push. With `replace`, all other files are deleted."""
     there = {} if remote is None else remote.files
@@ -97,13 +97,13 @@ def plan_push(
     card_hash = git_hash_of(card) if card is not None else manifest.card if manifest is not None else ""
     listed = sorted({*owned, *contents.files} - set(deleted))
     # The manifest is uploaded first, so that an interrupted push can be recognized.
-    files: dict[str, Content] = {MANIFEST: Manifest(contents.kind, name, listed, card_hash).encode()}
+    files: dict[str, Content] = {MANIFEST: HubManifest(contents.kind, name, listed, card_hash).encode()}
     files |= contents.files | ({} if card is None else {CARD: card})
     uploads = {path: content for path, content in files.items() if not (path in there and there[path].fits(content))}
     return PushPlan(uploads, deleted, len(files) - len(uploads), card_kept=card is None and contents.card is not None)
 
 
-def _check_owner(contents: Contents, there: dict[str, Checksum], manifest: Manifest | None, repo: str) -> None:
+def _check_owner(contents: Contents, there: dict[str, Checksum], manifest: HubManifest | None, repo: str) -> None:
     """Raise `BadInput` if the repository has other contents."""
     fix = "Choose another repository, or --replace what is there."
     if manifest is None:
@@ -167,7 +167,7 @@ def plan_pull(repository: Repository, revision: str, target: Path, *, overwrite:
     return PullPlan(kind, remote.commit, downloads, len(files) - len(downloads), config)
 
 
-def _targets(remote: Snapshot, manifest: Manifest | None, target: Path) -> dict[str, Path]:
+def _targets(remote: Snapshot, manifest: HubManifest | None, target: Path) -> dict[str, Path]:
     """Return the local path of each file to download. Of a run, only its known parts are downloaded."""
     if manifest is not None and manifest.kind == "run":
         inner = {path: path_in_run(path) for path in remote.files if path in manifest.files}

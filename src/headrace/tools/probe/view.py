@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.console import plain_table
-from headrace.tools.probe.findings import Finding
+from headrace.tools.probe.findings import ProbeFinding
 from headrace.tools.probe.report import TINY, ProbeEpisode, ProbeReport, Prompts, SampledEpisodes
 
 MAX_PROMPT_CHARS = 800
@@ -24,7 +24,7 @@ TINY_TOKENIZER = "those of `headrace init-model tiny`, where a byte is a token; 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-def render_report(report: ProbeReport, findings: Sequence[Finding]) -> RenderableType:
+def render_report(report: ProbeReport, findings: Sequence[ProbeFinding]) -> RenderableType:
     parts: list[RenderableType] = [Text(_headline(report)), Text()]
     if report.prompts is not None:
         parts += _prompts(report.prompts)
@@ -146,7 +146,7 @@ def _sampled(sampled: SampledEpisodes) -> RenderableType:
     return Group(lines, table)
 
 
-def _findings(findings: Sequence[Finding]) -> RenderableType:
+def _findings(findings: Sequence[ProbeFinding]) -> RenderableType:
     if not findings:
         return Text("nothing to fix", "green")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)

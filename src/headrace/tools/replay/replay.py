@@ -21,8 +21,8 @@ from headrace.rollout.batch import Batch, encode_batch
 from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
-from headrace.tools.replay.report import Report, compare_metrics, compare_tokens, dissect
-from headrace.tools.replay.source import Manifest, ReplaySource, open_run, unpack, with_overrides, write_bundle
+from headrace.tools.replay.report import ReplayReport, compare_metrics, compare_tokens, dissect
+from headrace.tools.replay.source import BundleManifest, ReplaySource, open_run, unpack, with_overrides, write_bundle
 from headrace.transport.digests import check_directory
 from headrace.transport.files import write_atomically
 from headrace.transport.platform import Platform, read_platform
@@ -47,7 +47,7 @@ def replay_step(
     top: int = DEFAULT_ROLLOUTS,
     bundle: Path | None = None,
     progress: Progress = lambda what, done=0, total=0: None,
-) -> Report:
+) -> ReplayReport:
     """Train a step of a run, or of a bundle, again and compare it with the record; write `bundle` if it is set.
 
     `top`: rollouts in the report, those with the largest shares of the gradient.
@@ -88,7 +88,7 @@ def replay_step(
             complete = header is not None and header.sequences is None
             _pack(bundle, packed, source, batch, traced, tokens if complete else None, platform)
         start = source.config.trainer.model.name if source.start is None else source.start.relative_to(source.run.root)
-        return Report(
+        return ReplayReport(
             run=str(path),
             step=step,
             start=str(start),
@@ -162,7 +162,7 @@ def _pack(
     packed.tokens.path(step).mkdir(parents=True)
     table = traced.tokens if recorded_tokens is None else recorded_tokens
     pq.write_table(table, packed.tokens.path(step) / "part-0.parquet", compression="zstd")
-    manifest = Manifest(
+    manifest = BundleManifest(
         step, platform, "run" if metrics else "replay", "replay" if recorded_tokens is None else "run", {}
     )
     write_bundle(target, packed, config, manifest)

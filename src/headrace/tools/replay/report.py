@@ -26,7 +26,7 @@ INPUTS = (
 )
 OUTPUTS = ("trainer_logprobs", "entropy", "gradient")
 
-Verdict = Literal["bit-equal", "within tolerance", "differs", "not compared"]
+ReplayVerdict = Literal["bit-equal", "within tolerance", "differs", "not compared"]
 
 
 class Component(msgspec.Struct):
@@ -84,7 +84,7 @@ class Anatomy(msgspec.Struct):
     """Why the gradient is 0; empty if it is not."""
 
 
-class Report(msgspec.Struct):
+class ReplayReport(msgspec.Struct):
     """A replayed step beside its record."""
 
     run: str
@@ -115,7 +115,7 @@ class Report(msgspec.Struct):
         }
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReplayVerdict:
         if not self.errors:
             return "not compared"
         if max(self.errors.values()) > self.tolerance:

@@ -139,7 +139,7 @@ MODEL = "model"
 Origin = Literal["run", "replay"]
 
 
-class Manifest(msgspec.Struct):
+class BundleManifest(msgspec.Struct):
     """The content of `bundle.json`."""
 
     step: int
@@ -153,7 +153,7 @@ class Manifest(msgspec.Struct):
     schema: int = SCHEMA
 
 
-def write_bundle(target: Path, packed: RunDir, config: RunConfig, manifest: Manifest) -> None:
+def write_bundle(target: Path, packed: RunDir, config: RunConfig, manifest: BundleManifest) -> None:
     """Write the files of `packed`, a directory with the parts of a run, and the base model if the trainer needs it."""
     files = {
         path.relative_to(packed.root).as_posix(): path for path in sorted(packed.root.rglob("*")) if path.is_file()
@@ -180,7 +180,7 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def unpack(bundle: Path, directory: Path) -> Manifest:
+def unpack(bundle: Path, directory: Path) -> BundleManifest:
     """Extract a bundle as a run directory; raise `DamagedFile` with the name of a member that is not as written."""
     try:
         with tarfile.open(bundle, "r:") as tar:
@@ -188,7 +188,7 @@ def unpack(bundle: Path, directory: Path) -> Manifest:
         header = (directory / MANIFEST).read_bytes()
     except (tarfile.TarError, FileNotFoundError) as error:
         raise DamagedFile(f"not a readable bundle: {error}", file=bundle) from error
-    manifest = decode_versioned(header, Manifest, f"{bundle} ({MANIFEST})")
+    manifest = decode_versioned(header, BundleManifest, f"{bundle} ({MANIFEST})")
     for name, digest in manifest.files.items():
         if isinstance(damage := check_file(directory / name, digest), DamagedFile):
             raise DamagedFile(f"{name} in it is {damage.fact}", file=bundle)

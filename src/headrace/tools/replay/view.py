@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.console import plain_table
-from headrace.tools.replay.report import Anatomy, ColumnDifference, Report
+from headrace.tools.replay.report import Anatomy, ColumnDifference, ReplayReport
 
 SHOWN_METRICS = ("loss", "entropy", "mismatch_kl", "optim/grad_norm", "optim/lr")
 MAX_DIFFERING_METRICS = 8
 MAX_MICRO_BATCHES = 8
 
 
-def render(report: Report) -> RenderableType:
+def render(report: ReplayReport) -> RenderableType:
     parts: list[RenderableType] = [Text("\n".join(_headline(report))), _metrics(report)]
     if report.tokens:
         parts += [Text(f"\ntokens, recorded by the {report.tokens_from}"), _tokens(report.tokens)]
@@ -29,7 +29,7 @@ def render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def verdict_line(report: Report) -> str:
+def verdict_line(report: ReplayReport) -> str:
     """Return one sentence with the result, and what may explain a difference."""
     verdict = report.verdict
     if verdict == "not compared":
@@ -44,7 +44,7 @@ def verdict_line(report: Report) -> str:
     return f"{verdict}: {worst} by {report.errors[worst]:.2g} {sign} {report.tolerance:g}{first}"
 
 
-def _headline(report: Report) -> Iterator[str]:
+def _headline(report: ReplayReport) -> Iterator[str]:
     before = range(report.first, report.step)
     steps = (
         f" through steps {before[0]} to {before[-1]}"
@@ -66,7 +66,7 @@ def _headline(report: Report) -> Iterator[str]:
     yield ""
 
 
-def _metrics(report: Report) -> Table:
+def _metrics(report: ReplayReport) -> Table:
     table = plain_table("metric", "recorded", "replayed", "error")
     pairs = {pair.name: pair for pair in report.metrics}
     differing = [pair.name for pair in report.metrics if pair.error][:MAX_DIFFERING_METRICS]

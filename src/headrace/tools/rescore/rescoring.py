@@ -47,7 +47,7 @@ Progress = Callable[[str, int, int], None]
 """A function of what is being done, the number of finished steps, and the number of all steps."""
 
 
-class Outcome(msgspec.Struct):
+class RescoreResult(msgspec.Struct):
     comparison: Comparison
     advantages: np.ndarray
     """A row per rollout: its mean advantage then and now, NaN without advantages."""
@@ -91,7 +91,7 @@ async def rescore_run(
     progress: Progress,
     penalties: Mapping[str, LengthPenaltyConfig] = MappingProxyType({}),
     journal: Journal | None = None,
-) -> Outcome:
+) -> RescoreResult:
     """Credit the rollouts of these steps with the algorithms of `config`, and compare with their saved credit.
 
     `penalties` are added to the credit, by environment. The `journal` provides the states of algorithms.
@@ -111,8 +111,8 @@ async def rescore_run(
             for name, rescorer in rescorers.items()
             for key, value in rescorer.algorithm.tally.take().items()
         }
-    comparison, left_out = collector.comparison(), dict(groups.left_out)
-    return Outcome(comparison, collector.advantages, left_out, dict(not_trained), counted, collector.changed_groups)
+    comparison, advantages, changed = collector.comparison(), collector.advantages, collector.changed_groups
+    return RescoreResult(comparison, advantages, dict(groups.left_out), dict(not_trained), counted, changed)
 
 
 class _Rescorer(msgspec.Struct):

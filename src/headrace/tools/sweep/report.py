@@ -17,7 +17,15 @@ from headrace.observe.status import duration
 from headrace.safe_text import escape_markdown, escape_xml, markdown_table
 from headrace.tools.compare.comparison import RunComparison, compare_runs
 from headrace.tools.compare.significance import Difference
-from headrace.tools.compare.view import Cells, align, format_spread, number, signed, significance_limit, verdict
+from headrace.tools.compare.view import (
+    Cells,
+    align_table,
+    describe_significance,
+    format_number,
+    format_signed,
+    format_spread,
+    significance_limit,
+)
 from headrace.tools.sweep.plan import format_value
 from headrace.tools.sweep.record import SweepRecord
 from headrace.tools.sweep.results import (
@@ -50,7 +58,7 @@ pre { overflow-x: auto; }
 """
 
 
-class Report(NamedTuple):
+class SweepReport(NamedTuple):
     text: str
     """For the terminal."""
     files: list[Path]
@@ -73,7 +81,7 @@ class _ResultsFile(msgspec.Struct):
     failures: list[str]
 
 
-def write_report(directory: Path, record: SweepRecord, metrics: Sequence[str]) -> Report:
+def write_report(directory: Path, record: SweepRecord, metrics: Sequence[str]) -> SweepReport:
     """Write all files; `metrics` are those with curves, the first of which ranks variants, empty: the default ones."""
     results = read_results(directory, record, metrics)
     comparison, problem = _compare(directory, results)
@@ -93,8 +101,8 @@ def write_report(directory: Path, record: SweepRecord, metrics: Sequence[str]) -
     }
     for name, content in files.items():
         write_atomically(directory / name, content.encode())
-    summary = problem if comparison is None else align(variant_table(comparison, results))
-    return Report(f"{align(run_table(results))}\n\n{summary}", [directory / name for name in files])
+    summary = problem if comparison is None else align_table(variant_table(comparison, results))
+    return SweepReport(f"{align_table(run_table(results))}\n\n{summary}", [directory / name for name in files])
 
 
 def _compare(directory: Path, results: Results) -> tuple[RunComparison | None, str]:
@@ -148,7 +156,7 @@ def variant_table(comparison: RunComparison, results: Results) -> Cells:
     rows = []
     for variant in comparison.variants:
         ends = [variant.ends[metric] for metric in metrics]
-        cells = [format_spread(end) if has_seeds else number(end.mean) for end in ends]
+        cells = [format_spread(end) if has_seeds else format_number(end.mean) for end in ends]
         planned = sum(run.variant == variant.name for run in results.runs)
         p = _p(tests[variant.name]) if variant.name in tests else ""
         rows.append([variant.name, f"{len(variant.runs)} of {planned}", *cells, p])
@@ -165,8 +173,9 @@ def _differences(comparison: RunComparison) -> Section:
     for found in comparison.differences:
         at = comparison.at.get(found.metric)
         metric = found.metric if at is None else f"{found.metric} at step {at}"
-        interval = "" if found.low is None or found.high is None else f"{signed(found.low)} to {signed(found.high)}"
-        rows.append([found.variant, metric, signed(found.difference), interval, _p(found), verdict(found, limit)])
+        ends = [format_signed(end) for end in (found.low, found.high) if end is not None]
+        cells = [found.variant, metric, format_signed(found.difference), " to ".join(ends), _p(found)]
+        rows.append([*cells, describe_significance(found, limit)])
     notes = list(dict.fromkeys(f"{found.note[0].upper()}{found.note[1:]}." for found in comparison.differences))
     if tested > 1:
         notes.append(f"{tested} differences were tested, so that a p below {limit:.2g} is asked of each.")
@@ -217,7 +226,7 @@ def run_table(results: Results) -> Cells:
             run.name,
             run.state,
             str(run.steps) if run.max_steps in (None, run.steps) else f"{run.steps} of {run.max_steps}",
-            *(number(run.ends[metric]) if metric in run.ends else "" for metric in metrics),
+            *(format_number(run.ends[metric]) if metric in run.ends else "" for metric in metrics),
             duration(run.seconds),
         ]
         for run in results.runs

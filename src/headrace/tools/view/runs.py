@@ -26,7 +26,7 @@ from headrace.observe.diagnosis import SILENT_S, diagnose
 from headrace.observe.heartbeat import read_heartbeat
 from headrace.observe.run_state import RunReader
 from headrace.observe.status import ENDED, ObservedStatus
-from headrace.observe.summary import Summary, rows
+from headrace.observe.summary import Summary, summary_rows
 from headrace.runfile.reading import leaves
 from headrace.tools.compare.inputs import Settings, differences, settings_of
 from headrace.tools.view.charts import REWARDS, read_page, suggest_charts
@@ -255,7 +255,7 @@ def describe_run(run: ViewedRun) -> dict[str, Any]:
         **main_settings(tree),
         **msgspec.to_builtins(row),
         "path": str(run.dir.root),
-        "summary": rows(summary),
+        "summary": summary_rows(summary),
         "dropped": summary.dropped,
         "names": names,
         "charts": suggest_charts(names),
