@@ -5,7 +5,9 @@ An engine works on token ids; only stop strings are text. Text, chat formats and
 
 from __future__ import annotations
 
+import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -135,20 +137,52 @@ class EngineState(msgspec.Struct):
     """Seconds for which the GPU computed its steps."""
 
 
-class Generation(Protocol):
-    """One request in progress. The caller either awaits its result or cancels it."""
+class Generation(ABC):
+    """One request in progress. The caller either awaits its result or cancels it. Create it in an event loop."""
+
+    def __init__(self) -> None:
+        self._chunks: list[TokenChunk] = []
+        self._has_news = asyncio.Event()
+        self._ended: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
 
     async def result(self) -> GenerationResult:
         """Wait for the request to finish. Raises `EngineError`."""
+        return await asyncio.shield(self._ended)  # a cancelled wait does not cancel the request
 
-    def chunks(self) -> AsyncIterator[TokenChunk]:
+    async def chunks(self) -> AsyncIterator[TokenChunk]:
         """Yield tokens as they are sampled; `result` has all of them afterwards. Raises `EngineError`.
 
         With stop strings a chunk may end with tokens of the stop string.
         """
+        sent = 0
+        while True:
+            self._has_news.clear()
+            has_ended = self._ended.done()
+            while sent < len(self._chunks):
+                sent += 1
+                yield self._chunks[sent - 1]
+            if has_ended:
+                self._ended.result()  # raises its error
+                return
+            await self._has_news.wait()
 
+    @abstractmethod
     def cancel(self) -> None:
         """Cancel the request; does nothing if it has finished."""
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Add sampled tokens of a request that is streamed."""
+        self._chunks.append(chunk)
+        self._has_news.set()
+
+    def end(self, outcome: GenerationResult | Exception) -> None:
+        """End the request with its result or its error."""
+        if isinstance(outcome, Exception):
+            self._ended.set_exception(outcome)
+            self._ended.exception()  # marks it as retrieved: the caller may be gone
+        else:
+            self._ended.set_result(outcome)
+        self._has_news.set()
 
 
 class Backend(Protocol):

@@ -17,6 +17,7 @@ DIAL_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 ELSEWHERE = "192.0.2.1"
 """An address that belongs to no network (RFC 5737): the route to it is the default route."""
+DISCARD_PORT = 9
 SIOCGIFADDR = 0x8915
 
 
@@ -40,9 +41,9 @@ def advertised_address(interface: str | None = None) -> str:
     return "127.0.0.1"
 
 
-def source_address(peer: str, port: int = 9) -> str:
+def source_address(peer: str) -> str:
     """Return the address from which this host's packets to a peer come. Raises `OSError` without a route."""
-    family, kind, _, _, address = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(peer, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])

@@ -21,6 +21,7 @@ from headrace.inference.backend import (
     EngineOverloaded,
     EngineState,
     EngineStopped,
+    Generation,
     GenerationResult,
     ModelNotFound,
     TokenChunk,
@@ -291,50 +292,25 @@ class EmbeddedBackend(asyncio.Protocol):
         self._calls.clear()
 
 
-class EmbeddedGeneration:
+class EmbeddedGeneration(Generation):
     """A request of the embedded engine."""
 
     def __init__(self, number: int, transport: asyncio.WriteTransport) -> None:
+        super().__init__()
         self._number, self._transport = number, transport
-        self._ended: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
-        self._has_news = asyncio.Event()
-        self._unread: list[TokenChunk] = []
-        self._received = 0
-        """Tokens in all chunks so far."""
-
-    async def result(self) -> GenerationResult:
-        return await asyncio.shield(self._ended)  # a request is cancelled by `cancel` only
 
     async def chunks(self) -> AsyncIterator[TokenChunk]:
         if not self._ended.done():
             self._transport.write(m.frame(m.Follow(self._number)))
-        while not self._ended.done() or self._unread:
-            while self._unread:
-                yield self._unread.pop(0)
-            if not self._ended.done():
-                self._has_news.clear()
-                await self._has_news.wait()
-        rest = self._ended.result()  # raises its error
-        if self._received < len(rest.token_ids):
-            start, self._received = self._received, len(rest.token_ids)
-            tops = None if rest.top_logprobs is None else rest.top_logprobs[start:]
-            yield TokenChunk(rest.token_ids[start:], rest.logprobs[start:], tops)
+        received = 0
+        async for chunk in super().chunks():
+            received += len(chunk.token_ids)
+            yield chunk
+        rest = self._ended.result()
+        if received < len(rest.token_ids):  # those of the last step come with the result
+            tops = None if rest.top_logprobs is None else rest.top_logprobs[received:]
+            yield TokenChunk(rest.token_ids[received:], rest.logprobs[received:], tops)
 
     def cancel(self) -> None:
         if not self._ended.done():
             self._transport.write(m.frame(m.Cancel(self._number)))
-
-    def add(self, chunk: TokenChunk) -> None:
-        """Take tokens that were sampled."""
-        self._received += len(chunk.token_ids)
-        self._unread.append(chunk)
-        self._has_news.set()
-
-    def end(self, outcome: GenerationResult | Exception) -> None:
-        """End the request with its result or its error."""
-        if isinstance(outcome, Exception):
-            self._ended.set_exception(outcome)
-            self._ended.exception()  # marks it as retrieved: the caller may be gone
-        else:
-            self._ended.set_result(outcome)
-        self._has_news.set()

@@ -67,7 +67,6 @@ class Engine:
         kv_on_update: Literal["recompute", "keep"] = "recompute",
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
-        version: Version = INITIAL,
         base: Path | None = None,
         decode: Decode | None = None,
         special_tokens: Collection[int] = (),
@@ -93,7 +92,7 @@ class Engine:
         self.kv_on_update = kv_on_update
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self._weights = Weights(version, 0)
+        self._weights = Weights(INITIAL, 0)
         self.paused = False
         self.tokens_sampled = 0
         self.steps = self.prefill_steps = 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from headrace.inference.backend import (
     EngineError,
     EngineStopped,
+    Generation,
     GenerationResult,
     InvalidRequest,
     RequestCancelled,
@@ -34,7 +35,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(eq=False, kw_only=True)
-class VllmGeneration:
+class VllmGeneration(Generation):
     """A request and its result."""
 
     http: HttpClient
@@ -55,32 +56,19 @@ class VllmGeneration:
     """Whether all its tokens are sampled by the version that it started with."""
 
     def __post_init__(self) -> None:
-        self._chunks: list[TokenChunk] = []
-        self._news = asyncio.Event()
+        super().__init__()
         self._streams = False
         self._task: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[GenerationResult] = loop.create_future()
-        self._timer = loop.call_later(SEND_DELAY_S, self._start)
+        self._timer = asyncio.get_running_loop().call_later(SEND_DELAY_S, self._start)
 
     async def result(self) -> GenerationResult:
         self._start()
-        return await asyncio.shield(self._ended)  # a cancelled wait does not cancel the request
+        return await super().result()
 
-    async def chunks(self) -> AsyncIterator[TokenChunk]:
+    def chunks(self) -> AsyncIterator[TokenChunk]:
         self._streams |= self._task is None and self.params.prompt_logprobs is None  # streams lack them
         self._start()
-        sent = 0
-        while True:
-            self._news.clear()
-            ended = self._ended.done()
-            while sent < len(self._chunks):
-                sent += 1
-                yield self._chunks[sent - 1]
-            if ended:
-                self._ended.result()  # raises its error
-                return
-            await self._news.wait()
+        return super().chunks()
 
     def cancel(self) -> None:
         self.fail(RequestCancelled("the request was cancelled"))
@@ -89,7 +77,7 @@ class VllmGeneration:
         """End it with an error, unless it has ended. vLLM aborts it when the connection closes."""
         if self._task is not None:
             self._task.cancel()
-        self._end(error)
+        self.end(error)
 
     def _start(self) -> None:
         self._timer.cancel()
@@ -101,13 +89,13 @@ class VllmGeneration:
             body = await self.encode(self._streams)
             result = await (self._streamed(body) if self._streams else self._whole(body))
         except (EngineError, InvalidRequest) as error:
-            self._end(error)
+            self.end(error)
         except (TimeoutError, ServerUnreachable) as error:
-            self._end(await self._failure(f"vLLM cannot be reached: {error}"))
+            self.end(await self._failure(f"vLLM cannot be reached: {error}"))
         except Exception as error:  # an invalid response must end the request
-            self._end(EngineError(f"invalid response of vLLM: {type(error).__name__}: {error}"))
+            self.end(EngineError(f"invalid response of vLLM: {type(error).__name__}: {error}"))
         else:
-            self._end(result)
+            self.end(result)
 
     async def _whole(self, content: bytes) -> GenerationResult:
         response = await self.http.request("POST", self.url, wire.ROUTE, content, REQUEST_TIMEOUT_S, self.headers)
@@ -115,7 +103,7 @@ class VllmGeneration:
             raise await self._refusal(response)
         body = wire.decode_response(response.content)
         [choice] = body.choices
-        self._chunks.append(wire.token_chunk(choice, self.params))
+        self.add(wire.token_chunk(choice, self.params))
         return self._result(body, choice)
 
     async def _streamed(self, content: bytes) -> GenerationResult:
@@ -130,8 +118,7 @@ class VllmGeneration:
                     for choice in last.choices:
                         end = choice
                         if choice.token_ids:
-                            self._chunks.append(wire.token_chunk(choice, self.params))
-                            self._news.set()
+                            self.add(wire.token_chunk(choice, self.params))
             except NotAStream as refused:
                 raise await self._refusal(refused.response) from refused
         return self._result(last, end)
@@ -184,14 +171,8 @@ class VllmGeneration:
         await asyncio.wait({self.dead}, timeout=timeout_s)
         return EngineStopped(self.dead.result()) if self.dead.done() else EngineError(problem)
 
-    def _end(self, outcome: GenerationResult | EngineError | InvalidRequest) -> None:
-        if self._ended.done():
-            return
-        self._timer.cancel()
-        if isinstance(outcome, GenerationResult):
-            self._ended.set_result(outcome)
-        else:
-            self._ended.set_exception(outcome)
-            self._ended.exception()  # mark it as retrieved
-        self._news.set()
-        self.on_end()
+    def end(self, outcome: GenerationResult | Exception) -> None:
+        if not self._ended.done():
+            self._timer.cancel()
+            super().end(outcome)
+            self.on_end()

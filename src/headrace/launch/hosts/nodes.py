@@ -77,7 +77,7 @@ def open_driver(launch: LaunchConfig, run: RunDir, least_rejoin_s: float = 0.0) 
 
 
 class NodeHosts:
-    """Implements `Hosts`. `needed`: hosts without which the run does not start; `expected`: their names, if known.
+    """Implements `Hosts`. `needed`: hosts without which the run does not start.
 
     `needs`: what the run asks of them; hosts that cannot be enough are refused before all of them have joined.
     """
@@ -89,11 +89,10 @@ class NodeHosts:
         driver: Driver,
         *,
         needed: int,
-        expected: Sequence[str] = (),
         needs: Needs | None = None,
         timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
-        self.driver, self._run, self._needed, self._expected = driver, driver.run, needed, expected
+        self.driver, self._run, self._needed = driver, driver.run, needed
         self._needs, self._timeout_s = needs, timeout_s
         self._numbers = count(1)
 
@@ -128,10 +127,8 @@ class NodeHosts:
     def _describe_missing(self, nodes: Sequence[Node]) -> str:
         """Return which hosts have joined, and what is known about the others."""
         joined = [node.name for node in nodes]
-        head = f"{len(joined)} of {self._needed} hosts have joined{_list(joined)}"
-        missing = [name for name in self._expected if name not in joined]
-        fix = f"Missing{_list(missing)}." if missing else f"Start `headrace node {self._run.root}` on more hosts."
-        lines = [f"{head}. {fix}"]
+        head = f"{len(joined)} of {self._needed} hosts have joined{': ' * bool(joined)}{', '.join(joined)}"
+        lines = [f"{head}. Start `headrace node {self._run.root}` on more hosts."]
         for log in sorted(self._run.logs.glob("node-*.log")):
             name = log.stem.removeprefix("node-")
             if name not in joined and (written := log.read_text(errors="replace").splitlines()):
@@ -181,7 +178,3 @@ class NodeHosts:
 def _computing(nodes: Iterable[Node]) -> list[Node]:
     """Return the hosts that may train or sample."""
     return [node for node in nodes if node.facts.role != "orchestrator"]
-
-
-def _list(names: Sequence[str]) -> str:
-    return f": {', '.join(names)}" if names else ""
