@@ -15,7 +15,7 @@ from headrace.errors import AGAIN
 from headrace.inference.embedded.backend import EmbeddedBackend
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.server import main
-from headrace.inference.server.main import _catch_up
+from headrace.inference.server.main import _load_newest_weights
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import take_snapshot
 from headrace.trainer.weights_link import WeightsSender
@@ -79,7 +79,7 @@ async def test_a_version_that_is_retired_while_it_is_read_gives_way_to_a_newer_o
     for version in (V1, V2):
         run.weights.publish(version, make_model(version.step).save_pretrained)
     backend = await noting(make_model(0), train_on)
-    await _catch_up(backend, run)
+    await _load_newest_weights(backend, run)
     assert backend.tried == [V2, V3] and backend.state().version == V3
     await backend.close()
 
@@ -92,7 +92,7 @@ async def test_what_a_lost_trainer_had_in_memory_is_asked_for_once(
         offer(run, sender, version, make_model(version.step))
     sender.close()
     backend = await noting(make_model(0))
-    await _catch_up(backend, run)
+    await _load_newest_weights(backend, run)
     assert backend.tried == [V3, V1] and backend.state().version == V1
     await backend.close()
 
@@ -105,7 +105,7 @@ async def test_the_trainer_that_comes_after_a_lost_one_is_asked(
         offer(run, lost, version, make_model(version.step))
     lost.close()
     backend = await noting(make_model(0), lambda: offer(run, sender, V4, make_model(4)))
-    await _catch_up(backend, run)
+    await _load_newest_weights(backend, run)
     assert backend.tried == [V2, V4] and backend.state().version == V4
     await backend.close()
 

@@ -105,7 +105,7 @@ def test_a_token_in_flight_is_read_from_the_row_that_sampled_it() -> None:
     first, second, third = (request([number, number], [number]) for number in (1, 2, 3))
     rows.arrange([first, second, third], [], 4)
     for each in (first, second, third):
-        each.expect()
+        each.append_pending()
     rows.arrange([second, third], [], 4)
     rows.send()
     assert rows.requests == [third, second]

@@ -589,15 +589,15 @@ def test_a_step_is_planned_before_the_tokens_of_the_last_one_are_known():
     desk.ask("b", 5, max_new_tokens=2)
     assert desk.spans(desk.plan()) == [("a", 0, 30), ("b", 0, 5)]
     for request in desk.scheduler.running:
-        request.expect()
+        request.append_pending()
     assert desk.scheduler.can_plan_ahead()
     ahead = desk.plan()
     assert desk.spans(ahead) == [("a", 30, 31), ("b", 5, 6)] and all(chunk.is_decode for chunk in ahead.chunks)
     for request in desk.scheduler.running:
-        request.expect()
+        request.append_pending()
         assert not request.append(50, -1.0)
     assert desk.spans(desk.plan()) == [("a", 31, 32)]  # the last token of b is being sampled
-    first.expect()
+    first.append_pending()
     assert not first.append(51, -1.0)
     desk.scheduler.register_last_block(first)
     assert first.tokens[30:] == [50, 51, PENDING]
@@ -610,7 +610,7 @@ def test_no_step_is_planned_ahead_where_a_request_might_be_preempted():
     desk.ask("b", 20)
     desk.plan()
     for request in desk.scheduler.running:
-        request.expect()
+        request.append_pending()
     assert desk.running() == "ab"
     while desk.blocks.num_free > 1:
         desk.blocks.allocate()
@@ -622,10 +622,10 @@ def test_no_step_is_planned_ahead_where_a_request_might_be_preempted():
 def test_a_stop_token_ends_a_request_whose_next_token_is_in_flight():
     request = Desk().ask("a", 3, stop_token_ids=[9])
     request.use_weights(W0)
-    request.expect()
-    request.expect()
+    request.append_pending()
+    request.append_pending()
     assert not request.append(8, -1.0)
-    request.expect()
+    request.append_pending()
     assert request.append(9, -2.0)
     request.finish()
     assert request.future.result().token_ids == [8, 9]

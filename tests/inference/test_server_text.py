@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.inference.backend import GenerationResult, TokenChunk
-from headrace.inference.server.streaming import DECODE_FRACTION, GrowingText, Progress, cut, cut_end, sure_part
+from headrace.inference.server.streaming import DECODE_FRACTION, GrowingText, Progress, cut, cut_end, sendable_part
 from headrace.inference.server.token_text import Offsets, TokenText, finite
 from headrace.text.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def test_what_may_become_a_stop_string_waits_and_the_string_never_comes() -> Non
     [("a<", "a"), ("a<thin", "a"), ("a<this", "a<this"), ("a \n", "a"), ("a\ufffd", "a"), ("", ""), ("a<b<", "a<b")],
 )
 def test_the_sure_part_leaves_out_what_may_change(text: str, sure: str) -> None:
-    assert sure_part(text, ["<think>"]) == sure
+    assert sendable_part(text, ["<think>"]) == sure
 
 
 def test_the_first_of_several_stop_strings_cuts() -> None:

@@ -30,12 +30,12 @@ def find_routers(model: Any) -> list[Router]:
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if "experts" in siblings and numbers:
             routers += [Router(numbers[0], each) for each in siblings.values() if hasattr(each, "top_k")]
-    return routers if all(_is_known(router.module) for router in routers) else []
+    return routers if all(_has_expected_output(router.module) for router in routers) else []
 
 
 @torch.no_grad()
-def _is_known(router: Any) -> bool:
-    """Return whether a router returns what the others do: tried, since nothing declares it."""
+def _has_expected_output(router: Any) -> bool:
+    """Return whether a router returns logits, gates and chosen experts. It is called, since nothing declares that."""
     weight, experts = getattr(router, "weight", None), getattr(router, "num_experts", None)
     if weight is None or experts is None:
         return False
@@ -61,11 +61,14 @@ def compute_lone_tokens_twice(model: Any) -> None:
     if find_routers(model):
         for name, module in model.named_modules():
             if name.endswith(".experts") and not isinstance(module.forward, partial):  # another engine may share it
-                module.forward = partial(_forward, module.forward)
+                module.forward = partial(_forward_lone_tokens_twice, module.forward)
 
 
-def _forward(forward: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """`hidden`: [tokens, width]; `chosen`: [tokens, experts per token]."""
+def _forward_lone_tokens_twice(forward: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Call an experts' `forward` with a second copy of each token that is alone at an expert.
+
+    `hidden`: [tokens, width]; `chosen`: [tokens, experts per token].
+    """
     is_lone = torch.bincount(chosen.flatten()) == 1
     again = is_lone[chosen].any(-1).nonzero().flatten()
     result: Tensor = forward(*(torch.cat([rows, rows[again]]) for rows in (hidden, chosen, weights)))

@@ -86,7 +86,7 @@ class KeySource:
             keys = read_keys_file(config.http.keys_file)
             fix = f"Add `api`, a list of keys, to {config.http.keys_file}"
         else:
-            keys = Keys(self._variable(config.api_key_var), self._variable(config.admin_key_var))
+            keys = Keys(self._keys_in(config.api_key_var), self._keys_in(config.admin_key_var))
             fix = f"Set the environment variable {config.api_key_var} to the key that clients must send"
         if not keys.api and not is_loopback(config.host):
             fact, fix = "the address can be reached by others, and no key is set", f"{fix}, or listen on 127.0.0.1."
@@ -106,7 +106,8 @@ class KeySource:
             return status.st_ino, status.st_mtime_ns
         return None
 
-    def _variable(self, name: str) -> tuple[str, ...]:
+    def _keys_in(self, name: str) -> tuple[str, ...]:
+        """Return the key in an environment variable, if it is set."""
         key = self._environment.get(name)
         if key is not None:
             _check_key(key, name)
@@ -122,6 +123,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _has_key(authorization: str | None, keys: tuple[str, ...]) -> bool:
+    """Return whether a header `Bearer KEY` has one of the keys."""
     scheme, _, key_sent = (authorization or "").partition(" ")
     # In constant time: all keys are compared.
     matches = [hmac.compare_digest(key_sent.strip().encode(), key.encode()) for key in keys]

@@ -118,7 +118,7 @@ def expected_embeddings(logits: Tensor, embeddings: Tensor, params: LatentParams
 
 
 def noise_scale(embeddings: Tensor, params: LatentParams) -> Tensor:
-    """Return sigma."""
+    """Return sigma, the standard deviation of the soft form's noise."""
     return params.noise * embeddings.detach().float().pow(2).mean().sqrt()
 
 

@@ -372,6 +372,7 @@ def read_scores(content: bytes, token_ids: Sequence[int]) -> Scores:
 
 
 def _single(choices: Sequence[T]) -> T:
+    """Return the only choice of a response. Raises ValueError if there are others."""
     if len(choices) != 1:
         raise ValueError(f"{len(choices)} choices instead of one")
     return choices[0]

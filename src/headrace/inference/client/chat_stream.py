@@ -84,8 +84,8 @@ class StreamedReply:
     finish_reason: str | None = None
     usage: Usage | None = None
 
-    def take(self, event: bytes) -> list[ReplyChunk]:
-        """Add an event and return its new text. Raises `OpenAIFailed`."""
+    def add_event(self, event: bytes) -> list[ReplyChunk]:
+        """Add a server-sent event and return its new text. Raises `OpenAIFailed`."""
         try:
             chunk = msgspec.json.decode(event, type=_Chunk)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -94,7 +94,7 @@ class StreamedReply:
         if chunk.error is not None:
             raise OpenAIFailed(f"the reply broke off: {server_message(event)[:MAX_QUOTE_CHARS]}")
         self.usage = chunk.usage or self.usage
-        return [new for choice in chunk.choices[:1] for new in self._add(choice) if new.text]
+        return [new for choice in chunk.choices[:1] for new in self._add_choice(choice) if new.text]
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's message for the conversation."""
@@ -105,7 +105,7 @@ class StreamedReply:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
         return message
 
-    def _add(self, choice: _Choice) -> Iterator[ReplyChunk]:
+    def _add_choice(self, choice: _Choice) -> Iterator[ReplyChunk]:
         delta = choice.delta
         self.finish_reason = choice.finish_reason or self.finish_reason
         thought = delta.reasoning_content or delta.reasoning or ""
@@ -174,13 +174,13 @@ class ChatClient:
         """Yield the reply to a request as it arrives and add it to `reply`. Raises `OpenAIError`."""
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         url = f"{self.base_url}/chat/completions"
-        with self._reaching(), self._http.stream("POST", url, content=json.dumps(request)) as response:
+        with self._naming_unreachable(), self._http.stream("POST", url, content=json.dumps(request)) as response:
             if response.status_code != 200:
                 checked_content(response, response.read(), self.key)
             events = EventParser()
             for part in response.iter_bytes():
                 for event in events.feed(part):
-                    yield from reply.take(event)
+                    yield from reply.add_event(event)
                 if events.done:
                     break
         if reply.finish_reason is None:
@@ -190,13 +190,13 @@ class ChatClient:
         self, method: str, url: str, kind: type[T], body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> T:
         content = None if body is None else json.dumps(body)
-        with self._reaching():
+        with self._naming_unreachable():
             response = self._http.request(method, url, content=content, timeout=timeout)
         return decode_response(checked_content(response, response.content, self.key), kind, self.address, self.key)
 
     @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Raise `OpenAIUnreachable` for errors of the connection."""
+    def _naming_unreachable(self) -> Iterator[None]:
+        """Raise errors of the connection in the block as `OpenAIUnreachable`."""
         try:
             yield
         except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as error:

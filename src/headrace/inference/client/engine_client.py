@@ -411,6 +411,7 @@ def _endpoint_source(
     keys_file: Path | None,
     past: bool,
 ) -> Callable[[], Iterable[Endpoint]]:
+    """Return a function that reads the current endpoints, for the arguments of `EngineClient`."""
     if isinstance(engines, str):
         raise TypeError(f"engines must be a list of URLs, not the string {engines!r}")
     if isinstance(engines, Path):

@@ -178,7 +178,7 @@ class OpenAIClient:
     ) -> T:
         """Make one request, POST if it has a body, and decode the response as `kind`. `at_root`: not below /v1."""
         base = self.base_url.removesuffix("/v1") if at_root else self.base_url
-        content = await self._exchange("GET" if body is None else "POST", base + route, body)
+        content = await self._send("GET" if body is None else "POST", base + route, body)
         return decode_response(content, kind, self.address, self._key())
 
     async def close(self) -> None:
@@ -192,7 +192,8 @@ class OpenAIClient:
         """The base URL without a password."""
         return hide_password(self.base_url)
 
-    async def _exchange(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
+        """Make one request, with the key, and return the body of the response. Raises `OpenAIError`."""
         import httpx
 
         if self._loop is not (loop := asyncio.get_running_loop()):
@@ -210,7 +211,7 @@ class OpenAIClient:
             except TimeoutError as error:
                 raise OpenAITimeout(f"{shown} did not answer within {self._timeout:g} s") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                reason = _hide(key, str(error) or type(error).__name__)
+                reason = _without_key(key, str(error) or type(error).__name__)
                 raise OpenAIUnreachable(f"{shown} cannot be reached: {reason}") from error
             except httpx.InvalidURL as error:
                 raise BadInput(f"not an address: {error}", key="base_url", value=shown) from error
@@ -220,6 +221,7 @@ class OpenAIClient:
         return checked_content(response, response.content, key, hint)
 
     def _key(self) -> str:
+        """Return the API key from the environment; empty if there is none."""
         key = os.environ.get(self._api_key_var, "").strip() if self._api_key_var else ""
         if not (key.isascii() and key.isprintable()):
             fact = "the environment variable contains a line break or a character that is not ASCII"
@@ -235,12 +237,12 @@ def checked_content(response: httpx.Response, content: bytes, key: str | None, h
     status = response.status_code
     if status == 200:
         return content
-    quote = _hide(key, server_message(content))[:MAX_QUOTE_CHARS]
+    quote = _without_key(key, server_message(content))[:MAX_QUOTE_CHARS]
     text = f"{quote} (HTTP {status} from {hide_password(str(response.url))}){hint}"
     if status in (408, 429):
-        raise OpenAIBusy(text, status, _seconds(response.headers.get("retry-after")))
+        raise OpenAIBusy(text, status, _parse_retry_after(response.headers.get("retry-after")))
     if status >= 500 and status != 501:  # 501 is permanent
-        raise OpenAIFailed(text, status, _seconds(response.headers.get("retry-after")))
+        raise OpenAIFailed(text, status, _parse_retry_after(response.headers.get("retry-after")))
     raise OpenAIRejected(text, status)
 
 
@@ -249,12 +251,12 @@ def decode_response(content: bytes, kind: type[T], address: str, key: str | None
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        quote = _hide(key, content.decode(errors="replace"))[:MAX_QUOTE_CHARS]
+        quote = _without_key(key, content.decode(errors="replace"))[:MAX_QUOTE_CHARS]
         reason = "a number is not finite" if NOT_FINITE.search(content) else error
         raise OpenAIFailed(f"invalid response of {address} ({reason}): {quote}") from error
 
 
-def _hide(key: str | None, text: str) -> str:
+def _without_key(key: str | None, text: str) -> str:
     return text.replace(key, "***") if key else text
 
 
@@ -289,7 +291,7 @@ def hide_password(url: str) -> str:
     return re.sub(r"(^|//)[^/]*@", r"\1", url, count=1)
 
 
-def _seconds(header: str | None) -> float | None:
+def _parse_retry_after(header: str | None) -> float | None:
     """Parse a Retry-After header; None for a date, which is also allowed there."""
     try:
         seconds = float(header or "")

@@ -224,7 +224,8 @@ class RetryState:
         """URLs that failed since the last delay, or timed out."""
 
     def fail(self, engine: PooledEngine, error: EngineCallError, now: float) -> None:
-        self._begin(now)
+        """Record the failure of an attempt; its engine is avoided until the next delay."""
+        self._set_deadline(now)
         self._failures.pop(engine.url, None)
         self._failures[engine.url] = error
         self.avoided.add(engine.url)
@@ -234,7 +235,7 @@ class RetryState:
 
         Raises the last error, with the problem of every engine in its message, when it is time to give up.
         """
-        deadline = self._begin(now)
+        deadline = self._set_deadline(now)
         slow = {url for url, error in self._failures.items() if isinstance(error, EngineTimeout)}
         all_slow = bool(slow) and slow >= {engine.url for engine in engines}
         if all_slow or now + self._delay > deadline:
@@ -247,7 +248,8 @@ class RetryState:
         delay, self._delay = self._delay, min(2 * self._delay, MAX_RETRY_S)
         return delay
 
-    def _begin(self, now: float) -> float:
+    def _set_deadline(self, now: float) -> float:
+        """Return the end of all retries, which follows from the time of the first call."""
         if self._deadline is None:
             self._deadline = now + self._seconds
         return self._deadline

@@ -139,13 +139,13 @@ class FrozenModel:
             unchecked = [*self._check_length(client, entry, seq_len), *await self._check_vocabulary(client, tokenizer)]
             await self._check_scores(client, tokenizer, seq_len)
             if client in self._ignore_temperature and temperature != 1:
-                fact = f"{self._at(client)} scores at temperature 1 only"
+                fact = f"{self._label(client)} scores at temperature 1 only"
                 fix = "Set it to 1 for this environment, or serve the model with headrace serve."
                 raise BadInput(fact, key="sampling.temperature", value=temperature, fix=fix)
             if client in self._ignore_temperature:
-                log.info("%s scores at temperature 1 regardless of the request", self._at(client))
+                log.info("%s scores at temperature 1 regardless of the request", self._label(client))
             if unchecked:
-                log.warning("%s does not report %s: not checked", self._at(client), " or ".join(unchecked))
+                log.warning("%s does not report %s: not checked", self._label(client), " or ".join(unchecked))
         return min((entry.max_model_len for entry in entries if entry and entry.max_model_len), default=None)
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> np.ndarray:
@@ -176,6 +176,7 @@ class FrozenModel:
         await self._served.close()
 
     async def _generate(self, client: OpenAIClient, ids: list[int], sampling: dict[str, Any]) -> Generated:
+        """Sample from one server, by the route that works there. Raises `OpenAIError`."""
         if self._routes.get(client, ScoreRoute.GENERATE) is ScoreRoute.GENERATE:
             body = {"model": client.model, "token_ids": ids, "sampling_params": sampling}
             response = await client.request(ScoreRoute.GENERATE.value, _Completed, body, at_root=True)
@@ -201,35 +202,35 @@ class FrozenModel:
         return await prompt_scores(client, self._routes.get(client, ScoreRoute.GENERATE), ids, temperature)
 
     def _check_length(self, client: OpenAIClient, entry: ModelEntry | None, seq_len: int) -> list[str]:
-        """Return what the server does not report."""
+        """Raise `BadInput` if the server cannot score `seq_len` tokens; return what it does not report."""
         if entry is None or entry.max_model_len is None:
             return ["its max_model_len"]
         if entry.max_model_len < seq_len + 1:
-            fact = f"scoring needs one token more, and {self._at(client)} has max_model_len = {entry.max_model_len}"
+            fact = f"scoring needs one token more, and {self._label(client)} has max_model_len = {entry.max_model_len}"
             fix = f"Serve it with max_model_len = {seq_len + 1} or more, or lower seq_len."
             raise BadInput(fact, key="seq_len", value=seq_len, fix=fix)
         return []
 
     async def _check_vocabulary(self, client: OpenAIClient, tokenizer: Tokenizer) -> list[str]:
-        """Return what the server does not report."""
+        """Raise `BadInput` if the server splits texts otherwise than the policy; return what it does not report."""
         required = _highest_id(tokenizer) + 1
         # Only our server reports its size; `_check_scores` tries the highest id on every server.
-        health = await self._request(client, "/health", _Health, _lacks_route)
+        health = await self._request_if_there(client, "/health", _Health, _lacks_route)
         if health is not None and health.vocab_size < required:
-            raise self._other_vocabulary(client, f"it has {health.vocab_size} tokens, and the policy has {required}")
+            raise self._vocabulary_error(client, f"it has {health.vocab_size} tokens, and the policy has {required}")
         for text in (*TEXTS, tokenizer.eos_token or TEXTS[0]):
             body = {"model": self._served.model, "prompt": text, "add_special_tokens": False}
-            tokenized = await self._request(
+            tokenized = await self._request_if_there(
                 client, "/tokenize", _Tokenized, lambda error: error.status in (404, 405, 501), body
             )
             if tokenized is None:
                 return ["how it splits text (it has no /tokenize)"]
             if tokenized.tokens != (ours := tokenizer.encode(text)):
                 theirs = _shorten(tokenized.tokens)
-                raise self._other_vocabulary(client, f"{text!r} is {theirs} there and {_shorten(ours)} in the policy's")
+                raise self._vocabulary_error(client, f"{text!r} is {theirs} there and {_shorten(ours)} in the policy's")
         return []
 
-    async def _request(
+    async def _request_if_there(
         self,
         client: OpenAIClient,
         route: str,
@@ -243,7 +244,7 @@ class FrozenModel:
         except OpenAIError as error:
             if is_missing(error):
                 return None
-            raise BadInput(f"the vocabulary of {self._at(client)} cannot be checked: {error}") from error
+            raise BadInput(f"the vocabulary of {self._label(client)} cannot be checked: {error}") from error
 
     async def _check_scores(self, client: OpenAIClient, tokenizer: Tokenizer, seq_len: int) -> None:
         """Find a route, then score the highest id through it, at another temperature."""
@@ -253,16 +254,17 @@ class FrozenModel:
         try:
             self._routes[client], scores = await self._find_route(client, ids)
         except OpenAIError as error:
-            raise BadInput(f"{self._at(client)} does not score: {error}") from error
+            raise BadInput(f"{self._label(client)} does not score: {error}") from error
         try:
             tempered = await self._served.retry(lambda: self._score(client, [*ids, highest], PROBE_TEMPERATURE))
         except OpenAIError as error:
             reason = f"it does not score the policy's highest token id, {highest} ({error})"
-            raise self._other_vocabulary(client, reason) from error
+            raise self._vocabulary_error(client, reason) from error
         if np.abs(scores - tempered[: len(ids)])[1:].mean() < MIN_TEMPERATURE_EFFECT:
             self._ignore_temperature.add(client)
 
     async def _find_route(self, client: OpenAIClient, ids: list[int]) -> tuple[ScoreRoute, np.ndarray]:
+        """Return the first route that scores `ids`, and their logprobs. Raises `BadInput` if there is none."""
         errors: list[str] = []
         for route in ScoreRoute:
             try:
@@ -272,17 +274,17 @@ class FrozenModel:
                     raise
                 errors.append(str(error))
         raise BadInput(
-            f"{self._at(client)} returns no logprobs of a prompt through any route: {'; '.join(errors)}",
+            f"{self._label(client)} returns no logprobs of a prompt through any route: {'; '.join(errors)}",
             fix="Serve it with vLLM or headrace serve.",
         )
 
-    def _other_vocabulary(self, client: OpenAIClient, reason: str) -> BadInput:
+    def _vocabulary_error(self, client: OpenAIClient, reason: str) -> BadInput:
         return BadInput(
-            f"{self._at(client)} has another vocabulary than the policy: {reason}",
+            f"{self._label(client)} has another vocabulary than the policy: {reason}",
             fix="Choose a model with the policy's tokenizer.",
         )
 
-    def _at(self, client: OpenAIClient) -> str:
+    def _label(self, client: OpenAIClient) -> str:
         return f"{self._served.model} at {client.address}"
 
 
@@ -303,7 +305,7 @@ _Table = dict[int, _Entry]
 """By token id: the prompt's token, and possibly alternatives."""
 
 
-class _Generated(msgspec.Struct):
+class _PromptScores(msgspec.Struct):
     prompt_logprobs: list[_Table | None] | None = None
 
 
@@ -325,7 +327,7 @@ class _Completed(msgspec.Struct):
 
 async def prompt_scores(client: OpenAIClient, route: ScoreRoute, ids: Sequence[int], temperature: float) -> np.ndarray:
     """Return the logprob of each token given those before it; 0.0 for the first. Raises `OpenAIError`."""
-    received = await _request(client, route, ids, temperature)
+    received = await _request_logprobs(client, route, ids, temperature)
     if received is None:
         raise OpenAIFailed(f"{client.address} returned no logprobs through {route.value}")
     if len(received) != len(ids):
@@ -344,26 +346,29 @@ async def prompt_scores(client: OpenAIClient, route: ScoreRoute, ids: Sequence[i
     return scores
 
 
-async def _request(client: OpenAIClient, route: ScoreRoute, ids: Sequence[int], temperature: float) -> _Scores | None:
-    """Return the logprobs as received; None if the response has none."""
+async def _request_logprobs(
+    client: OpenAIClient, route: ScoreRoute, ids: Sequence[int], temperature: float
+) -> _Scores | None:
+    """Request the prompt logprobs of `ids`, and return them as received; None if the response has none."""
     body: dict[str, Any] = {"model": client.model}
     # With a seed, our engine's result does not depend on the other requests of the batch.
     sampling = {"max_tokens": 1, "temperature": temperature, "seed": 0}
     if route is ScoreRoute.GENERATE:
         body |= {"token_ids": ids, "sampling_params": {**sampling, "prompt_logprobs": 0}}
-        return _logprobs_of((await client.request(route.value, _Generated, body, at_root=True)).prompt_logprobs, ids)
+        response = await client.request(route.value, _PromptScores, body, at_root=True)
+        return _logprobs_of_tokens(response.prompt_logprobs, ids)
     body |= {"prompt": ids, **sampling}
     body |= {"echo": True, "logprobs": 1} if route is ScoreRoute.ECHO else {"prompt_logprobs": 0}
     choices = (await client.request("/completions", _Completed, body)).choices
     choice = choices[0] if choices else _Choice()
     if route is ScoreRoute.PROMPT_LOGPROBS:
-        return _logprobs_of(choice.prompt_logprobs, ids)
+        return _logprobs_of_tokens(choice.prompt_logprobs, ids)
     echoed = None if choice.logprobs is None else choice.logprobs.token_logprobs
     # The sampled token is last, if the server sampled one.
     return echoed[:-1] if echoed is not None and len(echoed) == len(ids) + 1 else echoed
 
 
-def _logprobs_of(tables: list[_Table | None] | None, ids: Sequence[int]) -> _Scores | None:
+def _logprobs_of_tokens(tables: list[_Table | None] | None, ids: Sequence[int]) -> _Scores | None:
     """Return the logprobs of these tokens, without the alternatives."""
     if tables is None:
         return None

@@ -95,7 +95,7 @@ class ServedModel:
 
     async def check(self) -> list[ModelEntry | None]:
         """Return each server's entry of the model, None if it has no `/models`. Raises `BadInput` if it is missing."""
-        return [await self._check(client) for client in self.clients]
+        return [await self._find_model(client) for client in self.clients]
 
     async def check_chat(self, sampling: Mapping[str, Any], seq_len: int) -> None:
         """Raise `BadInput` unless every server has the model and replies to a chat with these sampling parameters."""
@@ -115,9 +115,9 @@ class ServedModel:
         for client in self.clients:
             await client.close()
 
-    async def _check(self, client: OpenAIClient) -> ModelEntry | None:
+    async def _find_model(self, client: OpenAIClient) -> ModelEntry | None:
         try:
-            entries = await self._list(client)
+            entries = await self._list_models(client)
         except OpenAIError as error:
             if error.status in (404, 405):
                 return None
@@ -134,7 +134,8 @@ class ServedModel:
         fix = "Name one of its models, or correct base_url."
         raise BadInput(fact, key="base_url", value=client.address, fix=fix)
 
-    async def _list(self, client: OpenAIClient) -> list[ModelEntry]:
+    async def _list_models(self, client: OpenAIClient) -> list[ModelEntry]:
+        """Return the models of a server; waits, with a warning, for one that is not available yet."""
         try:
             return await client.model_entries()
         except OpenAIError as error:

@@ -51,6 +51,7 @@ class Adapters:
         return [*self._loaded]
 
     def get(self, name: str) -> LoadedAdapter:
+        """Return a loaded adapter. Raises `ModelNotFound`."""
         adapter = self._loaded.get(name)
         if adapter is None:
             raise ModelNotFound(f"model: no adapter {name!r} is loaded")

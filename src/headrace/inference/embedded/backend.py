@@ -276,6 +276,7 @@ class EmbeddedBackend(asyncio.Protocol):
         self._die(f"the engine's process {how}")
 
     def _die(self, reason: str) -> None:
+        """Record why the engine is dead, and end everything that waits for it."""
         if not self._dead.done():
             self._dead.set_result(reason)
         if not self._ready.done():

@@ -274,6 +274,7 @@ def padded_width(length: int) -> int:
 def _block_group(
     chunks: list[Chunk], width: int, begin: int, end: int, device: torch.device, dtype: torch.dtype
 ) -> AttentionGroup:
+    """Group chunks whose keys are gathered from their requests' blocks."""
     is_causal = width > 1 and not any(chunk.start for chunk in chunks)
     blocks = blocks_for(width if is_causal else max(chunk.end for chunk in chunks))
     lengths = [chunk.end - chunk.start for chunk in chunks]

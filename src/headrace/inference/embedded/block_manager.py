@@ -57,6 +57,7 @@ class BlockManager:
         return block
 
     def find(self, hash: bytes) -> int | None:
+        """Return the registered block with this hash."""
         return self._by_hash.get(hash)
 
     def share(self, block: int) -> None:

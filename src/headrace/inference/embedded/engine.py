@@ -235,7 +235,7 @@ class Engine:
             launched = self.runner.launch(plan, self.scheduler.unverified_blocks)
             if launched.allows_next:
                 for request in launched.sampling:
-                    request.expect()
+                    request.append_pending()
             self.finish_step()  # the one before
             launched.sample()
             self._in_flight = launched
@@ -342,7 +342,7 @@ class Engine:
                         request.on_tokens()
                 self.tokens_sampled += 1
             except Exception as error:  # e.g. of a tokenizer at a stop string: only this request fails
-                self._end_with(request, error)
+                self._remove_failed(request, error)
         self.scheduler.release_from_quarantine(output.requests)
         for request in finished:
             routes = None
@@ -365,7 +365,7 @@ class Engine:
     def _isolate(self, requests: list[Request], error: Exception) -> None:
         """Handle a failed forward: fail its only request, or compute each of several alone to find the one at fault."""
         if len(requests) == 1:
-            self._end_with(requests[0], error)
+            self._remove_failed(requests[0], error)
             return
         self._failed_batches += 1
         if self._failed_batches > MAX_FAILED_BATCHES:
@@ -373,7 +373,8 @@ class Engine:
         log.exception("a step failed; its %d requests are computed one by one", len(requests))
         self.scheduler.isolate(requests, self._weights)
 
-    def _end_with(self, request: Request, error: Exception) -> None:
+    def _remove_failed(self, request: Request, error: Exception) -> None:
+        """Remove a request that cannot be finished, and give it the error."""
         if not isinstance(error, EngineError):
             log.error("a request failed", exc_info=error)
             error = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")

@@ -40,7 +40,7 @@ ERRORS: dict[str, type[Exception]] = {
         *(EngineError, EngineOverloaded, EngineStopped, RequestCancelled),
     )
 }
-"""What the server tells apart."""
+"""The errors that the server distinguishes, by name."""
 
 
 class Error(msgspec.Struct, array_like=True):
@@ -56,6 +56,7 @@ class Error(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Error:
+        """Return an error as it is sent."""
         kind = next((base.__name__ for base in type(error).__mro__ if ERRORS.get(base.__name__) is base), None)
         if kind is None:
             return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
@@ -66,6 +67,7 @@ class Error(msgspec.Struct, array_like=True):
         return cls(kind, error.fact, error.key, value, error.fix, file, error.line)
 
     def exception(self) -> Exception:
+        """Return the received error as an exception to raise."""
         kind = ERRORS[self.kind]
         if not issubclass(kind, BadInput):
             return kind(self.fact)

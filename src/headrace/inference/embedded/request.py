@@ -61,9 +61,10 @@ class StopStrings:
         if not self._special.isdisjoint(recent):  # then as many tokens that are not special
             backwards = (tokens[index] for index in range(len(tokens) - 1, start - 1, -1))
             last = list(islice((token for token in backwards if token not in self._special), len(recent)))[::-1]
-        return self._first(plain, last) or self._first(with_special, recent)
+        return self._find_first(plain, last) or self._find_first(with_special, recent)
 
-    def _first(self, stops: Sequence[str], tokens: list[int]) -> str | None:
+    def _find_first(self, stops: Sequence[str], tokens: list[int]) -> str | None:
+        """Return the stop string that occurs first in the text of these tokens."""
         text = self._decode(tokens) if stops else ""
         matches = [stop for stop in stops if stop in text]
         return min(matches, key=text.index) if matches else None
@@ -246,8 +247,8 @@ class Request:
             self._noise = generator.standard_normal(len(self._no_latent), np.float32)
         return self._noise
 
-    def expect(self) -> None:
-        """Count a token that is being sampled as one of its tokens, until `append` gets it."""
+    def append_pending(self) -> None:
+        """Append a placeholder for the token that is being sampled, which `append` replaces."""
         self._uniform = None
         self.tokens.append(PENDING)
 
@@ -266,7 +267,7 @@ class Request:
         """
         tokens, place = self.tokens, self.prompt_length + len(self.logprobs)
         if place < len(tokens):
-            tokens[place] = token  # was expected; the next one may be expected, too
+            tokens[place] = token  # was pending; the next one may be pending, too
         else:
             tokens.append(token)
             self._uniform = None

@@ -143,12 +143,12 @@ class Scheduler:
             if length >= request.max_length:
                 continue  # its last token is being sampled
             if not (request.is_verified or tokens[-1] == PENDING):
-                plan.prefills.extend(self._chunks(request))
+                plan.prefills.extend(self._plan_chunks(request))
             elif length % BLOCK_SIZE and length < len(request.blocks) * BLOCK_SIZE:
                 request.computed = length  # the common case: decode within the last block
                 request.is_verified = False
                 decodes.append(request)
-            elif self._chunks(request):
+            elif self._plan_chunks(request):
                 decodes.append(request)
 
     def _is_time_to_admit(self) -> bool:
@@ -171,7 +171,7 @@ class Scheduler:
                 self._share_prompt(prompts[prompt], request)
                 plan.duplicates.append((prompts[prompt], request))
                 continue
-            plan.prefills.extend(self._chunks(request))
+            plan.prefills.extend(self._plan_chunks(request))
             if prompt and request.computed == len(request.tokens):
                 prompts[prompt] = request
 
@@ -241,8 +241,8 @@ class Scheduler:
     def reset_counters(self) -> None:
         self.preemptions = self.tokens_computed = self.tokens_cached = 0
 
-    def _chunks(self, request: Request) -> list[Chunk]:
-        """Return what a running request computes in this step, as far as the budgets allow."""
+    def _plan_chunks(self, request: Request) -> list[Chunk]:
+        """Return what a running request computes in this step, and allocate its blocks, as the budgets allow."""
         length = len(request.tokens)
         if not request.computed:
             request.blocks = self._cached_prefix(request)
@@ -275,6 +275,7 @@ class Scheduler:
         return [Chunk(request, *span) for span in zip([start, *ends], ends, strict=False)]
 
     def _count_cached(self, request: Request) -> None:
+        """Count the tokens that a request takes from the prefix cache, unless it is computed again."""
         if not request.has_sampled:
             request.cached_tokens = request.computed
             self.tokens_cached += request.computed
@@ -303,6 +304,7 @@ class Scheduler:
         return True
 
     def _free_blocks(self, request: Request) -> None:
+        """Release a request's blocks; those that may hold NaN leave the prefix cache, too."""
         is_verified = request.is_verified
         freed = self.blocks.release(request.reset_computed(), evict=not is_verified)
         if not is_verified:

@@ -103,6 +103,7 @@ class EngineService:
             self._flush()
 
     def _follow(self, number: int, request: Request) -> None:
+        """Send the tokens of a request from now on as they are sampled."""
         sent = 0
 
         def send_new() -> None:
@@ -114,6 +115,7 @@ class EngineService:
         request.on_tokens = send_new
 
     def _answer(self, call: m.Call) -> None:
+        """Make a call, and send its result or its error."""
         arguments = (each for each in (call.name, call.directory, call.version) if each is not None)
         try:
             answer = m.Answer(call.number, value=getattr(self._thread, call.method)(*arguments))
@@ -142,6 +144,7 @@ class EngineService:
         self._flush()
 
     def _flush(self) -> None:
+        """Send all queued messages as one frame."""
         with self._sending:
             queued = [self._unsent.popleft() for _ in range(len(self._unsent))]
             if not (queued and self._is_connected):

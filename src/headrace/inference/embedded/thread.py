@@ -118,6 +118,7 @@ class EngineDeviceLock:
         return True
 
     def _check_timeout(self, error: OutOfDeviceMemory) -> None:
+        """Raise `EngineError` if the cache cannot be restored for too long; until then log it at growing intervals."""
         now = time.monotonic()
         if self._short_since is None:
             self._short_since, self._next_notice = now, FIRST_NOTICE_S
@@ -271,6 +272,7 @@ class EngineThread:
             raise EngineStopped(SHUTTING_DOWN)
 
     def _run(self) -> None:
+        """Run calls and steps until `stop` or a failure, which ends all requests."""
         failure: str | None = None
         try:
             while not self._stopping:

@@ -127,8 +127,8 @@ class App:
             "/inference/v1/generate": ("POST", "client", self.generate),
             "/tokenize": ("POST", "client", self.tokenize),
             "/detokenize": ("POST", "client", self.detokenize),
-            "/pause": ("POST", "admin", partial(self._switch, self.backend.pause)),
-            "/resume": ("POST", "admin", partial(self._switch, self.backend.resume)),
+            "/pause": ("POST", "admin", partial(self._pause_or_resume, self.backend.pause)),
+            "/resume": ("POST", "admin", partial(self._pause_or_resume, self.backend.resume)),
             "/update_weights": ("POST", "admin", self.update_weights),
             "/v1/load_lora_adapter": ("POST", "admin", self.load_adapter),
             "/v1/unload_lora_adapter": ("POST", "admin", self.unload_adapter),
@@ -148,6 +148,7 @@ class App:
         return reply(health, 200 if health.status == "ok" else 503)
 
     def describe(self) -> Health:
+        """Return the state of the engine as `/health` reports it."""
         state = self.backend.state()
         names = ("running", "waiting", "paused", "capacity", "kv_usage", "preemptions", "waits_for_trainer")
         return Health(
@@ -229,9 +230,9 @@ class App:
         _refuse_long_name(body.request_id, "request_id")
         generations = self._submit(http, body.model, [(body.token_ids, params)], body.cache_salt, urgent=body.urgent)
         if body.stream:
-            return EventStream(generate.streamed(body, self._updates(generations), self.model_name), generations)
+            return EventStream(generate.stream(body, self._updates(generations), self.model_name), generations)
         [result] = await self._results(http, generations)
-        return reply(generate.whole_response(body, result, self.model_name))
+        return reply(generate.reply(body, result, self.model_name))
 
     async def chat(self, http: HttpRequest) -> Response:
         async with self._body(http, ChatRequest) as body:
@@ -337,7 +338,7 @@ class App:
     def _updates(self, generations: Sequence[Generation]) -> Updates:
         return updates_of(generations, self.metrics.first_token.observe)
 
-    async def _switch(self, call: Callable[[], Coroutine[Any, Any, None]], http: HttpRequest) -> Response:
+    async def _pause_or_resume(self, call: Callable[[], Coroutine[Any, Any, None]], http: HttpRequest) -> Response:
         """Pause or resume the engine."""
         await self._read(http, NoFields, if_empty=b"{}")
         await self._admin_call(call(), "the engine")
@@ -346,7 +347,7 @@ class App:
     async def update_weights(self, http: HttpRequest) -> Response:
         body = await self._read(http, UpdateWeightsRequest)
         version = Version(body.incarnation, body.step)
-        path = _path(body.path, "path")
+        path = _parse_path(body.path, "path")
         checksum = await self._admin_call(self.backend.update_weights(path, version), path)
         return reply(UpdateWeightsResponse(body.incarnation, body.step, checksum))
 
@@ -357,7 +358,7 @@ class App:
             raise InvalidRequest(fact, key="lora_name", value=body.lora_name)
         if body.lora_path is None:
             raise InvalidRequest("missing", key="lora_path")
-        path = _path(body.lora_path, "lora_path")
+        path = _parse_path(body.lora_path, "lora_path")
         await self._admin_call(self.backend.load_adapter(body.lora_name, path), path)
         return reply({"id": body.lora_name, "parent": self.model_name})
 
@@ -439,7 +440,7 @@ def _texts(content: Any) -> Iterator[str]:
             yield text
 
 
-def _path(text: str, field: str) -> Path:
+def _parse_path(text: str, field: str) -> Path:
     if not text or "\0" in text:
         raise InvalidRequest("not a path", key=field, value=text)
     return Path(text)

@@ -71,7 +71,7 @@ class Chat:
 
     def prompt(self, body: ChatRequest) -> list[int]:
         """Return the token ids of the conversation up to the reply."""
-        self._check(body)
+        self._refuse_options(body)
         try:
             messages: Any = renderer_messages(body.messages)
             return list(self.renderer.render_ids(messages, tools=_tools(body), add_generation_prompt=True))
@@ -80,7 +80,8 @@ class Chat:
         except Exception as error:  # templates raise any type
             raise InvalidRequest(f"cannot be rendered: {type(error).__name__}: {error}", key="messages") from error
 
-    def _check(self, body: ChatRequest) -> None:
+    def _refuse_options(self, body: ChatRequest) -> None:
+        """Raise `InvalidRequest` for options of a chat that are not supported."""
         if body.chat_template_kwargs:
             fact = "not supported: [inference.renderer] of the server sets how it renders"
             raise InvalidRequest(fact, key="chat_template_kwargs")
@@ -213,6 +214,7 @@ class StreamedChoice:
 
 
 def _tools(body: ChatRequest) -> Any:
+    """Return the tools that the reply may call."""
     return None if body.tool_choice == "none" else body.tools
 
 

@@ -139,6 +139,7 @@ class _Choice:
         return chunk
 
     def _chunk(self, text: str, result: GenerationResult | None = None) -> dict[str, Any]:
+        """Return a part of the choice: this text, and the tokens that were not sent yet."""
         tokens = self._progress.unsent()
         chunk: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
         if not self._begun:

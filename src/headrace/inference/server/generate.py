@@ -60,7 +60,8 @@ class _ChoiceDelta(GenerateChoice, omit_defaults=True):
     """A part of a streamed choice."""
 
 
-def whole_response(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:
+def reply(body: GenerateBody, result: GenerationResult, model_name: str) -> GenerateResponse:
+    """Return the response of a request that is not streamed."""
     return GenerateResponse(
         **_head(body, model_name),
         choices=[_final_choice(GenerateChoice, body, result, result)],
@@ -69,7 +70,8 @@ def whole_response(body: GenerateBody, result: GenerationResult, model_name: str
     )
 
 
-def streamed(body: GenerateBody, updates: Updates, model_name: str) -> AsyncIterator[bytes]:
+def stream(body: GenerateBody, updates: Updates, model_name: str) -> AsyncIterator[bytes]:
+    """Yield the events of a response."""
     progress = Progress()
 
     def advance(update: TokenChunk | GenerationResult) -> Iterator[dict[str, Any]]:
@@ -87,6 +89,7 @@ def streamed(body: GenerateBody, updates: Updates, model_name: str) -> AsyncIter
 
 
 def _head(body: GenerateBody, model_name: str) -> dict[str, Any]:
+    """Return the fields that a response and each event of a stream begin with."""
     identity = body.request_id or uuid.uuid4().hex
     return {"request_id": identity, "model": body.model or model_name, "created": int(time.time())}
 

@@ -60,7 +60,7 @@ class Connection(HttpToolsProtocol):
             # The kernel ends a connection whose sent data is not read for so long.
             milliseconds = round(1000 * self._limits.body_timeout)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self._expect(True)
+        self._set_deadline(True)
         self._unauthenticated[self] = None
         if len(self._unauthenticated) > self._limits.max_unauthenticated:
             oldest = next(iter(self._unauthenticated))
@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unauthenticated.pop(self, None)
         self._unset_keepalive_if_required()
-        self._expect(False)
+        self._set_deadline(False)
 
     def data_received(self, data: bytes) -> None:
         cycle, in_body = self.cycle, self._body_is_arriving
@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes")
-        self._expect(self.cycle is None or self.cycle.response_complete)
+        self._set_deadline(self.cycle is None or self.cycle.response_complete)
 
     def on_headers_complete(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._expect(self._body_is_arriving)
+        self._set_deadline(self._body_is_arriving)
 
     def shutdown(self) -> None:
         if self._body_is_arriving:  # perhaps for ever
@@ -114,15 +114,15 @@ class Connection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         pass  # not worth a line in the log: the request is answered as if it did not ask for an upgrade
 
-    def _expect(self, more: bool) -> None:
-        """Start the deadline for the rest of a head or of a refused body, unless it runs; or end it."""
-        if more and self._deadline is None:
-            self._deadline = self.loop.call_later(self._limits.header_timeout, self._expire)
-        elif not more and self._deadline is not None:
+    def _set_deadline(self, waits: bool) -> None:
+        """Start the deadline for the rest of a head or of a refused body, unless it runs; end it if none is awaited."""
+        if waits and self._deadline is None:
+            self._deadline = self.loop.call_later(self._limits.header_timeout, self._refuse_late_head)
+        elif not waits and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _expire(self) -> None:
+    def _refuse_late_head(self) -> None:
         if self._head_bytes:
             limit = self._limits.header_timeout
             self._refuse(408, f"the head of the request did not arrive within {limit:g} s (http.header_timeout)")

@@ -150,12 +150,12 @@ class _EngineServer:
 
         backend: Backend | None = None
         try:
-            started = await _unless(stop, self._start(name, directory, shared, engine))
+            started = await _run_unless(stop, self._start(name, directory, shared, engine))
             if started is None:
                 return None
             backend, chat = started
             if run is not None and (self.status is None or self.status.current.process != PAST_SERVER):
-                await _unless(stop, _catch_up(backend, run))
+                await _run_unless(stop, _load_newest_weights(backend, run))
             max_body = round(self.config.max_body_mb * 2**20)
             root = self.config.served_name or name
             app = App(backend, chat, self.keys.read(), root=root, max_body=max_body, limits=self.config.http)
@@ -203,18 +203,18 @@ class _EngineServer:
         died = asyncio.create_task(app.backend.failure())
         helpers: list[asyncio.Task[Any]] = [died]
         try:
-            await _first(server.listening, serving)
+            await _first_of(server.listening, serving)
             log.info("serving %s on %s", app.model_name, url)
             self._publish(url, app.keys)
             helpers.append(asyncio.create_task(self._follow_keys(app, url)))
             if self.announce is not None:
                 self.announce(url)
             if self.status is not None:
-                helpers.append(asyncio.create_task(_report(app.backend, self.status, url)))
-            failure: str | None = await _first(stop, died, serving)
+                helpers.append(asyncio.create_task(_keep_status(app.backend, self.status, url)))
+            failure: str | None = await _first_of(stop, died, serving)
             if failure is not None:
                 log.error("the engine died: %s", failure)
-                await _first(stop, asyncio.create_task(asyncio.sleep(FAILURE_NOTICE_S)), serving)
+                await _first_of(stop, asyncio.create_task(asyncio.sleep(FAILURE_NOTICE_S)), serving)
             log.info("stopping")
             return failure
         finally:
@@ -248,7 +248,7 @@ class _EngineServer:
                     self._publish(url, app.keys)
 
 
-async def _catch_up(backend: Backend, run: RunDir) -> None:
+async def _load_newest_weights(backend: Backend, run: RunDir) -> None:
     """Load the run's newest weights, so that a restarted server does not sample from the initial model.
 
     The trainer may publish more meanwhile: each attempt takes the newest version that was not tried.
@@ -272,17 +272,17 @@ async def _catch_up(backend: Backend, run: RunDir) -> None:
             return
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def _run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of the work, or cancel it and return None if `stop` is set before."""
     task = asyncio.create_task(work)
-    result: T | None = await _first(stop, task)
+    result: T | None = await _first_of(stop, task)
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
     return result
 
 
-async def _first(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
+async def _first_of(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
     """Wait for an event or for the first task to end; return that task's result or raise its error."""
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -290,7 +290,7 @@ async def _first(event: asyncio.Event, *tasks: asyncio.Task[Any]) -> Any:
     return next((task.result() for task in tasks if task.done()), None)
 
 
-async def _report(backend: Backend, status: Status, url: str) -> None:
+async def _keep_status(backend: Backend, status: Status, url: str) -> None:
     """Update the status file every second."""
     status.set("serving", url=url)
     sampled, then = backend.state().tokens_sampled, time.monotonic()

@@ -120,6 +120,7 @@ async def on_http_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def on_bug(_: HttpRequest, error: Exception) -> Response:
+    """Return the reply to an error that no handler expects."""
     text = f"internal error: {type(error).__name__}: {error}"
     return reply(ErrorResponse(ErrorDetail(text, "internal_error")), 500)
 
@@ -145,6 +146,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def event(body: Any) -> bytes:
+    """Encode a server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 

@@ -105,6 +105,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function in the format of a chat. Raises `InvalidRequest` for other tools."""
     if tool.get("type") != "function":
         raise InvalidRequest("only functions are supported", key=f"tools[{index}].type", value=tool.get("type"))
     return {
@@ -267,6 +268,7 @@ class _Output:
 
     @property
     def _place(self) -> dict[str, Any]:
+        """The fields of an event that name the last item."""
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _add_text(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:

@@ -104,7 +104,7 @@ def cut_end(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def sure_part(text: str, needles: Collection[str]) -> str:
+def sendable_part(text: str, needles: Collection[str]) -> str:
     """Return the text without a possible beginning of a needle, an incomplete character or trailing white space."""
     text = text.rstrip(BROKEN)
     longest = max(map(len, needles), default=0)
@@ -126,7 +126,7 @@ class GrowingText:
 
     def more(self, text: str) -> str:
         """Return what can be sent of the text so far; nothing while it does not continue what was sent."""
-        text = sure_part(cut(text, self._stops), self._needles)
+        text = sendable_part(cut(text, self._stops), self._needles)
         return self._send(text[len(self._sent) :]) if text.startswith(self._sent) else ""
 
     def rest(self, text: str) -> str:

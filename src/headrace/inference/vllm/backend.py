@@ -257,11 +257,11 @@ class VllmBackend:
             else:
                 await self._control.fetch_weights(directory, version, self._replicas, self._reader.timeout_s)
                 async with self._changing:
-                    await self._replace(directory, version, marker.checksum)
+                    await self._replace_weights(directory, version, marker.checksum)
             await self._adapters.unload_unused()
             return marker.checksum
 
-    async def _replace(self, directory: Path, version: Version, checksum: str) -> None:
+    async def _replace_weights(self, directory: Path, version: Version, checksum: str) -> None:
         """Pause, load the fetched weights, resume. A failure in here cannot be undone."""
         self._settled.clear()
         try:
@@ -270,7 +270,7 @@ class VllmBackend:
                 with suppress(CallRefused):  # then with the last metrics
                     await self._read_metrics()
                 self._preemptions.expect(self._metrics.running, min(self._capacity, len(self._in_flight)))
-            await self._switch(directory, version, checksum)
+            await self._load_weights(directory, version, checksum)
             await self._resume()
         except Exception as error:
             self._die(f"an update of the weights failed halfway, and vLLM may have weights of two versions: {error}")
@@ -278,7 +278,7 @@ class VllmBackend:
         finally:
             self._settled.set()
 
-    async def _switch(self, directory: Path, version: Version, checksum: str) -> None:
+    async def _load_weights(self, directory: Path, version: Version, checksum: str) -> None:
         """Load the version while vLLM is paused."""
         counts = [] if self._stamps else await self._control.on_workers("sampled_tokens")
         loaded = set(await self._control.on_workers("load_published", str(directory), str(version)))

@@ -222,4 +222,5 @@ def _check_logprobs(logprobs: Sequence[float], tokens: Sequence[int], kind: str)
 
 
 def _best(pairs: TopLogprobs, count: int) -> TopLogprobs:
+    """Return the most likely tokens, highest first."""
     return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]

@@ -134,12 +134,12 @@ class Fetcher:
         self._begun: tuple[Path, Version, Future[PublishedWeights]] | None = None
 
     def begin(self, directory: Path, version: Version) -> None:
-        self._forget()
+        self._drop_fetch()
         self._begun = (directory, version, in_daemon_thread(partial(self._fetch, directory, version)))
 
     def has(self, directory: Path, version: Version) -> bool:
         """Whether `take` would return at once; raises what it would raise."""
-        begun = self._of(directory, version)
+        begun = self._find_fetch(directory, version)
         if begun is None or not begun.done():
             return False
         begun.result()
@@ -147,7 +147,7 @@ class Fetcher:
 
     def wait(self, directory: Path, version: Version, timeout: float) -> None:
         """Wait until the version has been fetched; raises what `take` would raise."""
-        begun = self._of(directory, version)
+        begun = self._find_fetch(directory, version)
         if begun is None:
             raise WeightsError(f"the fetch of {version} from {directory} was not started")
         try:
@@ -157,19 +157,20 @@ class Fetcher:
 
     def take(self, directory: Path, version: Version) -> PublishedWeights:
         """Return the version, complete and checked against the model. Each fetch is returned, or raises, once."""
-        begun = self._of(directory, version)
+        begun = self._find_fetch(directory, version)
         if begun is None:
-            self._forget()
+            self._drop_fetch()
             begun = in_daemon_thread(partial(self._fetch, directory, version))
         self._begun = None
         return begun.result()
 
-    def _forget(self) -> None:
+    def _drop_fetch(self) -> None:
         """Release the last fetch, which will not be taken, after it has finished."""
         if self._begun is not None:
             release_when_done(self._begun[2])
 
-    def _of(self, directory: Path, version: Version) -> Future[PublishedWeights] | None:
+    def _find_fetch(self, directory: Path, version: Version) -> Future[PublishedWeights] | None:
+        """Return the fetch that was begun, if it is of this version."""
         if self._begun is None or self._begun[:2] != (directory, version):
             return None
         return self._begun[2]

@@ -187,13 +187,14 @@ class WeightsReceiver:
                 log.warning("%s", error)
 
     def _fetch(self, manifest: Manifest, version: Version) -> Tensor:
-        connection = self._connected(manifest)
+        """Return the bytes of a version, by the carrier that the trainer has chosen."""
+        connection = self._connect(manifest)
         connection.send(FetchRequest(manifest.sender, version.incarnation, version.step, self._end))
         answer = connection.receive(FetchResponse, f"the answer about weights {version}")
         if answer.problem:
             raise LinkBroken(answer.problem)
         if answer.carrier == "ipc":
-            row = self._open(connection, answer, manifest.size)
+            row = self._open_memory(connection, answer, manifest.size)
             return self._fetch(manifest, version) if row is None else row
         if answer.group:
             self._pair = NcclPair(bytes.fromhex(answer.group), 1, self._device, connection.check)
@@ -209,7 +210,7 @@ class WeightsReceiver:
             raise LinkBroken(f"{connection.peer} uses an NCCL group that was never created")
         return row
 
-    def _open(self, connection: Connection, answer: FetchResponse, size: int) -> Tensor | None:
+    def _open_memory(self, connection: Connection, answer: FetchResponse, size: int) -> Tensor | None:
         """Open the trainer's memory; None if it cannot be opened, and then other carriers are used from here on."""
         try:
             self._borrowed = OpenedMemory(bytes.fromhex(answer.memory), size, self._device)
@@ -238,7 +239,7 @@ class WeightsReceiver:
         """One stream for all versions: torch does not reuse its memory for other streams."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def _connected(self, manifest: Manifest) -> Connection:
+    def _connect(self, manifest: Manifest) -> Connection:
         """Return an open connection to the trainer of a manifest, reusing the last one."""
         if self._connection is None or self._sender != manifest.sender or not self._connection.is_open:
             self._disconnect()

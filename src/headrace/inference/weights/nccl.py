@@ -147,6 +147,7 @@ class NcclPair:
 
 
 def _expect(result: int) -> int:
+    """Return the result of a call. Raises `NcclError` unless it has succeeded or is in progress."""
     if result not in (_SUCCESS, _IN_PROGRESS):
         raise NcclError(f"NCCL failed: {_library().ncclGetErrorString(result).decode()}")
     return result

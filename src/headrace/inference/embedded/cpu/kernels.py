@@ -109,7 +109,7 @@ def _compile(compiler: str) -> ctypes.CDLL:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
         loaded = _load(library)
         content = library.read_bytes()
-    target = _cache() / f"{_digest_of_inputs(compiler)}-{_digest(content)}.so"
+    target = _cache_folder() / f"{_digest_of_inputs(compiler)}-{_digest(content)}.so"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as draft:
@@ -123,14 +123,14 @@ def _compile(compiler: str) -> ctypes.CDLL:
 
 def _load_compiled(compiler: str) -> ctypes.CDLL | None:
     """Load the library that was compiled from the same inputs, if its content is what was written."""
-    for library in _cache().glob(f"{_digest_of_inputs(compiler)}-*.so"):
+    for library in _cache_folder().glob(f"{_digest_of_inputs(compiler)}-*.so"):
         with suppress(OSError):  # another user's, or the folder does not allow execution
             if library.stem.endswith(f"-{_digest(library.read_bytes())}"):
                 return _load(library)
     return None
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     return cache_directory() / "compiled" / "c"
 
 
@@ -150,6 +150,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def _load(library: Path) -> ctypes.CDLL:
+    """Load a compiled library, and declare the arguments of its functions."""
     loaded = ctypes.CDLL(str(library))
     for name, signature in SIGNATURES.items():
         function = getattr(loaded, name)

@@ -37,10 +37,11 @@ TOLERANCE = 1e-4
 
 ACTIVATION_INPUTS = torch.linspace(-8, 8, 65)
 """Inputs that activations are compared on."""
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""Names of the submodules of layers that can be fused; norms of heads may be missing."""
 
 
 class AttentionArguments(NamedTuple):
@@ -121,13 +122,13 @@ class FusedLayer:
 
 def fuse_layers(model: Any) -> bool:
     """Fuse the decoder layers of a model, and return whether they are fused."""
-    layers = [module for module in model.modules() if {name for name, _ in module.named_children()} == LAYER]
+    layers = [module for module in model.modules() if {name for name, _ in module.named_children()} == LAYER_PARTS]
     if layers and all(isinstance(layer.forward, FusedLayer) for layer in layers):
         return True
     config = model.config.get_text_config()
     if len(layers) != config.num_hidden_layers or not all(map(_is_supported, layers)) or load_kernels() is None:
         return False
-    fused = _probe(model, layers)
+    fused = _make_fused_layers(model, layers)
     if fused is None:
         return False
     for layer, forward in zip(layers, fused, strict=True):
@@ -136,7 +137,7 @@ def fuse_layers(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _probe(model: Any, layers: list[Any]) -> list[FusedLayer] | None:
+def _make_fused_layers(model: Any, layers: list[Any]) -> list[FusedLayer] | None:
     """Return fused forwards that compute the same as the layers' own on a short text; None if any differs."""
     arguments: dict[nn.Module, AttentionArguments] = {}
     fused: list[FusedLayer] = []
@@ -210,8 +211,8 @@ def _is_supported(layer: Any) -> bool:
     norms += [attention[name] for name in HEAD_NORMS if name in attention]
     modules = (layer, layer.self_attn, layer.mlp, mlp.get("act_fn"), *norms)
     return (
-        attention.keys() in (ATTENTION, ATTENTION | HEAD_NORMS)
-        and mlp.keys() == MLP
+        attention.keys() in (ATTENTION_PARTS, ATTENTION_PARTS | HEAD_NORMS)
+        and mlp.keys() == MLP_PARTS
         and torch.equal(mlp["act_fn"](ACTIVATION_INPUTS), F.silu(ACTIVATION_INPUTS))
         and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
         and all(parameter.dtype == torch.float32 for parameter in layer.parameters())
@@ -221,6 +222,7 @@ def _is_supported(layer: Any) -> bool:
 
 
 def _attention_shape(attention: Any, arguments: AttentionArguments) -> AttentionShape:
+    """Return the sizes and settings of an attention module for the kernels."""
     dim = attention.head_dim
     norms = [getattr(attention, name, None) for name in sorted(HEAD_NORMS, reverse=True)]
     weights = [None if norm is None else norm.weight.data_ptr() for norm in norms]

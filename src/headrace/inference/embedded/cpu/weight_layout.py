@@ -93,6 +93,7 @@ class _ReorderedCopy:
         return product
 
     def _renew(self) -> None:
+        """Copy the weights, which have changed since the last copy."""
         weights = [layer.weight.detach() for layer in self._layers]
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
         self._multiply = self._layout(torch.cat(weights), torch.cat(biases) if biases else None)
@@ -108,10 +109,12 @@ def _to_column_major(weight: Tensor) -> Tensor:
 
 
 def _in_columns(weight: Tensor, bias: Tensor | None) -> Product:
+    """Copy weights in column-major order, for torch's own product."""
     return partial(linear, weight=_to_column_major(weight), bias=bias)
 
 
 def _in_panels(weight: Tensor, bias: Tensor | None) -> Product:
+    """Copy weights in the panels of our kernel for products."""
     kernels = load_kernels()
     assert kernels is not None
     (width, depth), panel = weight.shape, kernels.panel_width()
