@@ -286,8 +286,8 @@ class Simulation:
         compare_draws(self.train_tasks(), 0, self.journal, report)
         assert report.problems == []
         folded, live = TrainSource(self.train_tasks(), 0), self.process.source
-        for lesson in self.journal.lessons():
-            folded.add_lesson(lesson)
+        for result in self.journal.results():
+            folded.add_result(result)
         for source in (folded, live):
             source.learn()
         assert folded.metrics() == live.metrics()
@@ -366,7 +366,7 @@ class _Process:
             world.now,
             journal.start(),
             None if world.reports is None else self._follow_reports(world.reports),
-            journal.lessons(),
+            journal.results(),
         )
         self.handed_in: deque[ProcessGroup] = deque()
         self.running: dict[int, Episode] = {}

@@ -20,7 +20,7 @@ from headrace.orchestrator.source import (
     TrainTasks,
 )
 from headrace.rollout.types import Rollout, Sample, Task
-from headrace.transport.journal_entries import Lesson
+from headrace.transport.journal_entries import DrawResult
 from tests.refusals import refused
 
 WEIGHTS = {"unseen": 1.0, "hard": 0.2, "normal": 1.0, "easy": 0.2}
@@ -115,21 +115,21 @@ def pooled_source(drawn: int = 0) -> TrainSource:
 
 def test_a_source_that_hears_the_past_again_draws_what_it_would_have_drawn():
     rng = random.Random(0)
-    uninterrupted, lessons, expected = pooled_source(), [], []
+    uninterrupted, results, expected = pooled_source(), [], []
     for _ in range(60):
         draw, task = uninterrupted.draw()
-        lessons.append(Lesson(draw.id, "env", task.key, [rng.choice([0.0, 0.5, 1.0])]))
+        results.append(DrawResult(draw.id, "env", task.key, [rng.choice([0.0, 0.5, 1.0])]))
         expected.append(task)
-        uninterrupted.add_lesson(lessons[-1])
+        uninterrupted.add_result(results[-1])
         uninterrupted.learn()
     resumed = pooled_source(drawn=40)
-    for lesson in lessons[:40]:
-        resumed.add_lesson(lesson)
+    for result in results[:40]:
+        resumed.add_result(result)
     resumed.learn()
     again = []
-    for lesson in lessons[40:]:
+    for result in results[40:]:
         again.append(resumed.draw()[1])
-        resumed.add_lesson(lesson)
+        resumed.add_result(result)
         resumed.learn()
     assert again == expected[40:]
     assert resumed.metrics() == uninterrupted.metrics()
@@ -138,17 +138,17 @@ def test_a_source_that_hears_the_past_again_draws_what_it_would_have_drawn():
 def test_what_is_heard_changes_no_draw_before_it_is_learned():
     patient, eager = pooled_source(), pooled_source()
     for n, task in enumerate(tasks(9)):
-        patient.add_lesson(Lesson(n, "env", task.key, [1.0]))
+        patient.add_result(DrawResult(n, "env", task.key, [1.0]))
     assert [patient.draw() for _ in range(5)] == [eager.draw() for _ in range(5)]
     assert patient.metrics()["curriculum/env/unseen"] == 1.0
     patient.learn()
     assert patient.metrics()["curriculum/env/easy"] == 1.0
 
 
-def test_lessons_about_tasks_and_environments_that_are_gone_are_left_out():
+def test_results_about_tasks_and_environments_that_are_gone_are_left_out():
     source = pooled_source()
-    for lesson in (Lesson(0, "env", "gone", [1.0]), Lesson(1, "other", "gone", [], failed=99)):
-        source.add_lesson(lesson)
+    for result in (DrawResult(0, "env", "gone", [1.0]), DrawResult(1, "other", "gone", [], failed=99)):
+        source.add_result(result)
     source.learn()
     assert source.metrics()["curriculum/env/unseen"] == 1.0
 
@@ -165,8 +165,8 @@ def test_an_environment_that_only_fails_is_paused_then_tried_once_then_paused_fo
         draw, task = source.draw()
         drawn.append(draw.env)
         failed = 4 if draw.env == "bad" else 0
-        source.add_lesson(
-            Lesson(draw.id, draw.env, task.key, [] if failed else [1.0], failed, error="environment: a bug")
+        source.add_result(
+            DrawResult(draw.id, draw.env, task.key, [] if failed else [1.0], failed, error="environment: a bug")
         )
         source.learn()
     tries = [n for n, env in enumerate(drawn) if env == "bad"]
@@ -179,8 +179,8 @@ def test_an_environment_that_only_fails_is_paused_then_tried_once_then_paused_fo
 def test_an_environment_that_works_again_is_drawn_as_before(caplog: pytest.LogCaptureFixture):
     source = two()
     for n in range(4):
-        source.add_lesson(Lesson(n, "bad", "x", [], 4, error="environment: a bug"))
-    source.add_lesson(Lesson(9, "bad", "x", [0.0]))
+        source.add_result(DrawResult(n, "bad", "x", [], 4, error="environment: a bug"))
+    source.add_result(DrawResult(9, "bad", "x", [0.0]))
     source.learn()
     assert Counter(source.draw()[0].env for _ in range(200))["bad"] > 60
     assert caplog.records[-1].args == ("bad",)
@@ -189,7 +189,7 @@ def test_an_environment_that_works_again_is_drawn_as_before(caplog: pytest.LogCa
 def test_if_every_environment_is_paused_all_are_drawn():
     source = two()
     for env in ("good", "bad"):
-        source.add_lesson(Lesson(0, env, "x", [], 99))
+        source.add_result(DrawResult(0, env, "x", [], 99))
     source.learn()
     assert set(Counter(source.draw()[0].env for _ in range(30))) == {"good", "bad"}
 
@@ -320,7 +320,7 @@ def test_a_sampler_that_fails_ends_the_run_in_one_sentence_that_names_it():
     with pytest.raises(CurriculumFailed, match=r"'maze'.*ForeignTask\.draw"):
         foreign.draw()
     raising = TrainSource([TrainTasks("maze", tasks(2), 1.0, Raising(tasks(2)))], 0)
-    raising.add_lesson(Lesson(0, "maze", tasks(2)[0].key, [1.0]))
+    raising.add_result(DrawResult(0, "maze", tasks(2)[0].key, [1.0]))
     with pytest.raises(CurriculumFailed, match=r"'maze'.*Raising\.observe.*ZeroDivisionError"):
         raising.learn()
 

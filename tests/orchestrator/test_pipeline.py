@@ -48,7 +48,7 @@ async def test_at_level_0_a_run_that_was_killed_draws_credits_and_trains_what_an
             await simulation.run()
             simulation.check_end()
         assert killed.journal.draws() == whole.journal.draws()
-        assert list(killed.journal.lessons()) == list(whole.journal.lessons())
+        assert list(killed.journal.results()) == list(whole.journal.results())
         assert killed.shipped == whole.shipped
         assert killed.journal.algorithm_states() == whole.journal.algorithm_states()
         assert killed.journal.totals() == whole.journal.totals()

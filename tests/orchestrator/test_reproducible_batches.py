@@ -35,7 +35,7 @@ from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.types import Rollout, Sample, Task
 from headrace.rollout.version import Version
 from headrace.transport.journal import Journal
-from headrace.transport.journal_entries import Lesson
+from headrace.transport.journal_entries import DrawResult
 
 SETUPS = {
     "one environment": {"group_sizes": {"a": 4}, "batch_size": 16},
@@ -59,7 +59,9 @@ class World:
         tasks = [TrainTasks(env, [Task(env, {"n": n}) for n in range(20)], 1.0) for env in settings.group_sizes]
         journal = Journal(Path(":memory:"))
         buffer = JournalBuffer(journal.totals(), journal.clock(), journal.next_credit(), 0.0)
-        past = [Lesson(0, "a", "an earlier process", [0.0] * 4, step=1, tokens=tokens_before)] if tokens_before else []
+        past = (
+            [DrawResult(0, "a", "an earlier process", [0.0] * 4, step=1, tokens=tokens_before)] if tokens_before else []
+        )
         concurrency = Concurrency(settings.max_inflight, 8) if reports else None
         self.pipeline = Pipeline(
             *(settings, TrainSource(tasks, 5), EvalSource([], {}), buffer, Version(0, 0), 1, 0.0),

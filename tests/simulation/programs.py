@@ -210,7 +210,7 @@ async def orchestrate(process: SimulatedProcess) -> None:
         now,
         journal.epoch,
         None,
-        journal.lessons(),
+        journal.results(),
     )
     environment = Sampling(world)
     processing = TrainProcessing({ENV: Grpo()}, {ENV: environment}, [], [], 64)

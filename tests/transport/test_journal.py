@@ -132,14 +132,14 @@ def test_rewards_come_back_in_the_order_of_credit(tmp_path: Path):
     assert list(journal.credits()) == [(1, "env", [("a", 1.0)]), (0, "env", [("a", 0.0)])]
 
 
-def test_lessons_are_in_the_order_of_credit_and_tell_failures_from_what_was_given_up(tmp_path: Path):
+def test_results_are_in_the_order_of_credit_and_tell_failures_from_what_was_given_up(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     late, early = (Outcome(i, "", 1, 1, {}, credit, [("a", float(i)), ("b", 0.5)]) for i, credit in ((0, 1), (1, 0)))
     partly = Outcome(4, "timeout", 2, 0, {"timeout": 1, "group_failed": 1})
     outcomes = [late, early, dropped(2, "timeout", rollouts=3), dropped(3, "on_policy"), partly]
     journal.commit(entries(draws(0, 1, 2, 3, 4, 5), *outcomes), shipped=1)
-    lessons = [(lesson.draw, lesson.task_key, lesson.rewards, lesson.failed) for lesson in journal.lessons()]
-    assert lessons == [
+    results = [(result.draw, result.task_key, result.rewards, result.failed) for result in journal.results()]
+    assert results == [
         (1, "key1", [1.0, 0.5], 0),
         (0, "key0", [0.0, 0.5], 0),
         (2, "key2", [], 3),

@@ -20,11 +20,11 @@ from headrace.orchestrator.evaluation import EvalSource, EvalTracker
 from headrace.orchestrator.journal_buffer import JournalBuffer
 from headrace.orchestrator.scheduler import CompleteGroup, EpisodeScheduler
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
-from headrace.orchestrator.source import TrainSource, lesson_of
+from headrace.orchestrator.source import TrainSource, result_of
 from headrace.orchestrator.train_buffer import EpisodeCapacity, TrainBuffer
 from headrace.rollout.types import Group
 from headrace.rollout.version import Version, may_ship, staleness
-from headrace.transport.journal_entries import ON_POLICY, Lesson
+from headrace.transport.journal_entries import ON_POLICY, DrawResult
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Pipeline:
     """The state machine. `step` is the batch being collected; `version` is what the engines sample from.
 
     `start` is unique among the processes of the run, so reopened draws get new group ids. With a `concurrency` the
-    limit on episodes in flight follows the engines' reports. `past` are the lessons of earlier processes of the run.
+    limit on episodes in flight follows the engines' reports. `past` are the results of earlier processes of the run.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Pipeline:
         now: float,
         start: int = 1,
         concurrency: Concurrency | None = None,
-        past: Iterable[Lesson] = (),
+        past: Iterable[DrawResult] = (),
     ) -> None:
         self.settings, self.version, self.step, self.buffer = settings, version, step, buffer
         in_waves = settings.max_async_level == 0
@@ -105,13 +105,13 @@ class Pipeline:
         self._occupancy = Occupancy(settings.engine_slots) if settings.engine_slots else None
         buffer.drop_missing(source.missing)
         last_step = []
-        for lesson in past:
-            self._add_lesson(lesson)
-            if lesson.step == step - 1:
-                last_step.append(lesson)
+        for result in past:
+            self._add_result(result)
+            if result.step == step - 1:
+                last_step.append(result)
         self._capacity.begin_step(
-            surplus=[lesson.draw for lesson in last_step if lesson.surplus],
-            credited={lesson.draw: len(lesson.rewards) for lesson in last_step},
+            surplus=[result.draw for result in last_step if result.surplus],
+            credited={result.draw: len(result.rewards) for result in last_step},
         )
         source.learn()
 
@@ -344,16 +344,16 @@ class Pipeline:
     def _record_group(self, scored: ScoredGroup) -> None:
         """Record the outcome of a training group in the journal buffer and for later draws."""
         self.buffer.add_group(scored)
-        self._add_lesson(lesson_of(scored, self.step))
+        self._add_result(result_of(scored, self.step))
         if not self._capacity.in_waves:
             self._source.learn()
 
-    def _add_lesson(self, lesson: Lesson) -> None:
-        self._source.add_lesson(lesson)
-        if lesson.rewards and lesson.env in self.settings.group_sizes:
-            self._capacity.record_credit(len(lesson.rewards), self.settings.group_sizes[lesson.env])
-            if lesson.tokens:
-                self.train_buffer.record_lengths(lesson.step, len(lesson.rewards), lesson.tokens)
+    def _add_result(self, result: DrawResult) -> None:
+        self._source.add_result(result)
+        if result.rewards and result.env in self.settings.group_sizes:
+            self._capacity.record_credit(len(result.rewards), self.settings.group_sizes[result.env])
+            if result.tokens:
+                self.train_buffer.record_lengths(result.step, len(result.rewards), result.tokens)
 
     def _queue_due_evals(self) -> None:
         version, source = self.version, self._eval_source

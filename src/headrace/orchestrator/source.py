@@ -2,7 +2,7 @@
 
 Draw i picks an environment from (seed, i) among those that are not paused; the environment's sampler picks the task
 (without a curriculum: a new permutation for each pass). The state is a fold over the outcomes of earlier draws
-(`Lesson`), so a resumed run continues identically. Open draws of an earlier process come first and keep their ids.
+(`DrawResult`), so a resumed run continues identically. Open draws of an earlier process come first and keep their ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from headrace.orchestrator.curriculum import CheckedSampler, Shuffled, TaskSampler
 from headrace.orchestrator.signals import ScoredGroup
 from headrace.rollout.types import Task
-from headrace.transport.journal_entries import GROUP_FAILED, Draw, Lesson
+from headrace.transport.journal_entries import GROUP_FAILED, Draw, DrawResult
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class TrainSource:
         self._drawn = {name: (drawn or {}).get(name, 0) for name in self._samplers}
         self._next_id = sum((drawn or {}).values())
         self._breakers = {name: EnvironmentBreaker() for name in self._samplers}
-        self._pending: list[Lesson] = []
+        self._pending: list[DrawResult] = []
         self._reopened: deque[tuple[Draw, Task]] = deque()
         self.missing: list[Draw] = []
         """Open draws whose environment or task no longer exists: they can only be dropped."""
@@ -136,15 +136,15 @@ class TrainSource:
         self._breakers[draw.env].record_draw(draw.id)
         return draw, task
 
-    def add_lesson(self, lesson: Lesson) -> None:
+    def add_result(self, result: DrawResult) -> None:
         """Queue the outcome of a draw. Draws do not depend on it before `learn`."""
-        self._pending.append(lesson)
+        self._pending.append(result)
 
     def learn(self) -> None:
-        """Apply the queued lessons in order: later draws depend on them."""
-        for lesson in self._pending:
-            if lesson.env in self._samplers:
-                self._learn_from(lesson)
+        """Apply the queued results in order: later draws depend on them."""
+        for result in self._pending:
+            if result.env in self._samplers:
+                self._apply(result)
         self._pending.clear()
 
     def metrics(self) -> dict[str, float]:
@@ -160,29 +160,29 @@ class TrainSource:
         self._next_id += 1
         return draw, task
 
-    def _learn_from(self, lesson: Lesson) -> None:
+    def _apply(self, result: DrawResult) -> None:
         """Pass the outcome of a draw to the sampler and the circuit breaker of its environment."""
-        env, breaker = lesson.env, self._breakers[lesson.env]
-        if lesson.rewards:
-            self._samplers[env].observe(lesson.task_key, lesson.rewards)
-            if breaker.record_success(lesson.draw):
+        env, breaker = result.env, self._breakers[result.env]
+        if result.rewards:
+            self._samplers[env].observe(result.task_key, result.rewards)
+            if breaker.record_success(result.draw):
                 log.warning("environment %r works again: it is drawn as often as before", env)
-        elif not lesson.failed:
-            breaker.record_cancelled(lesson.draw)
+        elif not result.failed:
+            breaker.record_cancelled(result.draw)
         else:
-            pause = breaker.record_failure(lesson.draw, lesson.failed)
-            if pause and lesson.error and len(self._samplers) > 1:
+            pause = breaker.record_failure(result.draw, result.failed)
+            if pause and result.error and len(self._samplers) > 1:
                 message = "environment %r only fails (%s): paused for the next %d draws, then tried again once"
-                log.warning(message, env, lesson.error, pause)
+                log.warning(message, env, result.error, pause)
 
 
-def lesson_of(scored: ScoredGroup, step: int) -> Lesson:
+def result_of(scored: ScoredGroup, step: int) -> DrawResult:
     """Return the outcome of a finished training group for the source."""
     task = scored.group.task
     rewards = [reward for _, reward in scored.credited]
-    lesson = Lesson(scored.group.draw_id, task.env, task.key, rewards, step=step, tokens=scored.credited_tokens)
+    result = DrawResult(scored.group.draw_id, task.env, task.key, rewards, step=step, tokens=scored.credited_tokens)
     errors = [rollout.error for rollout, _ in scored.dropped if rollout.error is not None]
     if not scored.reason and len(errors) == scored.arrived and all(error.reason != GROUP_FAILED for error in errors):
-        lesson.failed = scored.arrived
-        lesson.error = f"{errors[-1].reason}: {errors[-1].detail}"
-    return lesson
+        result.failed = scored.arrived
+        result.error = f"{errors[-1].reason}: {errors[-1].detail}"
+    return result

@@ -100,7 +100,7 @@ def wire(
         now,
         journal.epoch,
         concurrency,
-        journal.lessons(),
+        journal.results(),
     )
     drift = Drift(
         policy.client,

@@ -34,7 +34,7 @@ from headrace.tools.rescore.options import check_rescorable
 from headrace.tools.rescore.rescoring import rescore_run
 from headrace.transport.checkpoint_files import find_damage_of_all
 from headrace.transport.journal import Journal
-from headrace.transport.journal_entries import NOT_TRAINABLE, Draw, FileRecord, Lesson, Outcome
+from headrace.transport.journal_entries import NOT_TRAINABLE, Draw, DrawResult, FileRecord, Outcome
 from headrace.transport.rollout_files import RolloutFiles, dropped_files, read_columns
 from headrace.transport.run_dir import RolloutKind, RunDir
 
@@ -312,9 +312,9 @@ def compare_draws(
     entries: Sequence[TrainTasks], seed: int, journal: Journal, report: AuditReport, other: Collection[int] = ()
 ) -> None:
     """Compare the journal's draws with those that the environments and the seed give; not those of `other` epochs."""
-    epochs, lessons = journal.epochs(), list(journal.lessons())
+    epochs, results = journal.epochs(), list(journal.results())
     draws = [draw for draw, *_ in journal.draws() if epochs[draw.id][0] not in other]
-    failed = {entry.env: sum(lesson.failed for lesson in lessons if lesson.env == entry.env) for entry in entries}
+    failed = {entry.env: sum(result.failed for result in results if result.env == entry.env) for entry in entries}
     if max(failed.values(), default=0) >= MAX_FAILED_EPISODES or {draw.env for draw in draws} - failed.keys():
         report.unchecked.append("which environment was drawn: failures may have paused one, or one was removed")
     else:
@@ -326,7 +326,7 @@ def compare_draws(
     unknown = 0
     for entry in entries:
         own = [draw for draw in draws if draw.env == entry.env]
-        observed = [lesson for lesson in lessons if lesson.env == entry.env and lesson.rewards]
+        observed = [result for result in results if result.env == entry.env and result.rewards]
         found = list(_redraw(entry, seed, own, observed, epochs))
         unknown += sum(key is None for _, key in found)
         report.problems += shortened(
@@ -344,7 +344,7 @@ def _redraw(
     entry: TrainTasks,
     seed: int,
     draws: Sequence[Draw],
-    lessons: Sequence[Lesson],
+    results: Sequence[DrawResult],
     epochs: dict[int, tuple[int | None, int]],
 ) -> Iterator[tuple[Draw, str | None]]:
     """Yield the draws of an environment with the key of the task that its sampler gives, None if that is unknown."""
@@ -353,8 +353,8 @@ def _redraw(
     for draw in draws:
         drawn_in, _ = epochs[draw.id]
         if learns and draw.observed is not None and drawn_in is not None:
-            for lesson in lessons[sampler.observed : draw.observed]:
-                if epochs[lesson.draw][1] <= drawn_in:  # else it has taken the place of one that a kill has undone
-                    sampler.observe(lesson.task_key, lesson.rewards)
+            for result in results[sampler.observed : draw.observed]:
+                if epochs[result.draw][1] <= drawn_in:  # else it has taken the place of one that a kill has undone
+                    sampler.observe(result.task_key, result.rewards)
         known = not learns or sampler.observed == draw.observed
         yield draw, sampler.draw(draw.position).key if known else None

@@ -32,9 +32,9 @@ from headrace.transport.journal_entries import (
     AlgorithmState,
     Clock,
     Draw,
+    DrawResult,
     Entries,
     FileRecord,
-    Lesson,
     Outcome,
     Totals,
 )
@@ -320,7 +320,7 @@ class Journal:
         """Return, by draw, the epoch in which it was drawn, None if an older version drew it, and of its outcome."""
         return {draw: (drawn, last) for draw, drawn, last in self.rows("SELECT id, drawn_in, epoch FROM draws")}
 
-    def lessons(self) -> Iterator[Lesson]:
+    def results(self) -> Iterator[DrawResult]:
         """Yield the result of every finished draw: credited ones in the order of credit, then the others by id."""
         rows = self.rows(
             "SELECT id, env, task_key, step, rollouts, reason, rewards, credited_tokens, "
@@ -331,9 +331,9 @@ class Journal:
         for draw, env, key, step, rollouts, reason, rewards, tokens, partly in rows:
             if rewards is not None:
                 credited = [reward for _, reward in self._decode_rewards(rewards)]
-                yield Lesson(draw, env, key, credited, step=step, tokens=tokens, surplus=reason == ON_POLICY)
+                yield DrawResult(draw, env, key, credited, step=step, tokens=tokens, surplus=reason == ON_POLICY)
             else:
-                yield Lesson(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
+                yield DrawResult(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
 
     def _decode_rewards(self, rewards: str) -> list[tuple[str, float]]:
         with reporting_damage(self.path):

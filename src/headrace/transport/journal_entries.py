@@ -61,7 +61,7 @@ class Outcome(msgspec.Struct):
     """Of these rollouts, prompts included."""
 
 
-class Lesson(msgspec.Struct):
+class DrawResult(msgspec.Struct):
     """The result of a finished draw, as curricula and circuit breakers observe it."""
 
     draw: int
