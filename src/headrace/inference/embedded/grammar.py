@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.inference.embedded.request import Request
 
 MAX_THREADS = 4
-"""Threads for grammars: the masks of 64 requests take less than a millisecond of one core, and idle threads spin."""
+"""Threads for grammars: the masks of 64 requests take under a millisecond of one core, and waking more costs CPU."""
 
 
 class Matcher:
