@@ -13,6 +13,7 @@ heading=$(grep "^## $version\b" CHANGELOG.md) || fail "CHANGELOG.md: no section 
 [[ $heading != *"not released"* ]] || fail "CHANGELOG.md: $heading. Write the date of the release there."
 [ -z "$(git status --porcelain)" ] || fail "the checkout has changes that are not committed. Commit them."
 ! git rev-parse -q --verify "refs/tags/$tag" >/dev/null || fail "tag = $tag: exists. Raise the version."
+git var GIT_COMMITTER_IDENT >/dev/null || fail "user.name, user.email: git needs both for a tag. Set them by git config."
 
 # Built twice from what git has, so that neither this folder nor the time of day is in the files.
 scratch=$(mktemp -d)

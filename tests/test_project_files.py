@@ -1,5 +1,7 @@
 """Files for people who join: what they name exists, and what they say agrees with pyproject.toml."""
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -60,18 +62,22 @@ def test_the_run_file_for_newcomers_loads() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository with what the release script reads before it builds."""
-    for name in ("scripts/release.sh", "src/headrace/__init__.py", "CHANGELOG.md"):
+    """A repository with what the release script reads and builds, whose own checks are the command CHECK."""
+    files = ("scripts/release.sh", "src/headrace/__init__.py", "CHANGELOG.md", "README.md", "LICENSE", "pyproject.toml")
+    for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     changelog = (tmp_path / "CHANGELOG.md").read_text()
     (tmp_path / "CHANGELOG.md").write_text(changelog.replace("(not released yet)", "(1 January 2030)"))
-    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
+    (tmp_path / "Makefile").write_text("lint test-wheel:\n\t$(CHECK)\n")
+    (tmp_path / ".gitignore").write_text(".venv\ndist\n")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    for command in ("init -q", "config user.name a", "config user.email a@b", "add .", "commit -qm first"):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
     return tmp_path
 
 
-@pytest.mark.parametrize("problem", ["version", "changelog", "unreleased", "changes", "tag"])
+@pytest.mark.parametrize("problem", ["version", "changelog", "unreleased", "changes", "tag", "user.name"])
 def test_a_release_is_refused_before_anything_is_built(checkout: Path, problem: str) -> None:
     version = "9.9.9" if problem == "version" else __version__
     if problem == "changelog":
@@ -82,8 +88,25 @@ def test_a_release_is_refused_before_anything_is_built(checkout: Path, problem: 
         (checkout / "new_file").touch()
     elif problem == "tag":
         subprocess.run(["git", "tag", f"v{__version__}"], cwd=checkout, check=True)
+    elif problem == "user.name":
+        subprocess.run(["git", "config", "user.name", ""], cwd=checkout, check=True)
     done = subprocess.run(["bash", "scripts/release.sh", version], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 2
     named = {"version": "9.9.9", "changes": "not committed", "tag": f"v{__version__}", "unreleased": "not released yet"}
-    assert named.get(problem, "CHANGELOG.md") in done.stderr
+    assert named.get(problem, problem if "." in problem else "CHANGELOG.md") in done.stderr
     assert not (checkout / "dist").exists()
+
+
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_a_release_is_tagged_with_its_files_in_dist_only_if_the_checks_pass(checkout: Path, check: str) -> None:
+    command = ["bash", "scripts/release.sh", __version__]
+    done = subprocess.run(command, cwd=checkout, env={**os.environ, "CHECK": check}, capture_output=True, text=True)
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout
+    files = sorted((checkout / "dist").glob("*"))
+    if check == "false":
+        assert (done.returncode, tags, files) == (2, "", []), done.stderr
+        return
+    assert (done.returncode, tags) == (0, f"v{__version__}\n"), done.stderr
+    assert {path.name for path in files} == {f"headrace-{__version__}{end}" for end in (".tar.gz", "-py3-none-any.whl")}
+    for path in files:
+        assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" in done.stdout
