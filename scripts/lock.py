@@ -25,7 +25,7 @@ from install import (
     create,
     install_torch,
     locked,
-    pip,
+    run,
 )
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -55,9 +55,10 @@ def main() -> None:
         pins = Path(scratch) / "torch.txt"
         pins.write_text(f"torch=={torch}\n")
         install_torch(environment, pins)
+        remove_bundled(environment)
         for what, requirements in (("runtime", runtime), ("test", dev), ("Ray's", ray), ("a browser's", view)):
             with Stage(f"resolving {what} packages"):
-                pip(environment, "--constraint", str(constraints), "--constraint", str(pins), *requirements)
+                resolve(environment, "--constraint", str(constraints), "--constraint", str(pins), *requirements)
         found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
         needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray, view))
         versions = {name: d.version.partition("+")[0] for name, d in found.items()}
@@ -77,11 +78,22 @@ def lock_clients(requirements: list[str], known: str) -> None:
         environment, constraints = Path(scratch) / "venv", Path(scratch) / "constraints.txt"
         constraints.write_text(f"{known}\ntorch==0\n")
         create(environment)
+        remove_bundled(environment)
         with Stage("resolving packages of clients"):
-            pip(environment, "--constraint", str(constraints), *requirements)
+            resolve(environment, "--constraint", str(constraints), *requirements)
         found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
         names = closure(requirements, found)
         write(CLIENTS_LOCK, "The clients of `make test-clients`", {name: found[name].version for name in names})
+
+
+def remove_bundled(environment: Path) -> None:
+    """Remove the pip and setuptools that come with Python: pip would keep their versions where a package needs them."""
+    run(environment, "-m", "pip", "uninstall", "--yes", "pip", "setuptools")
+
+
+def resolve(environment: Path, *arguments: str) -> None:
+    """Install what the arguments bring in, with the pip of this checkout's environment."""
+    run(Path(sys.prefix), "-m", "pip", "--python", str(environment), "install", "--no-input", *arguments)
 
 
 def closure(requirements: list[str], found: dict[str, Distribution]) -> set[str]:
