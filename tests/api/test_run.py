@@ -11,7 +11,7 @@ import headrace
 from headrace.api.run import RunFailed
 from headrace.config.base import ConfigError
 from headrace.errors import BadInput
-from tests.end_to_end.runs import write_run_file
+from tests.end_to_end.runs import is_alive, processes_of, write_run_file
 from tests.end_to_end.test_recorded_runs import copy_recorded_runs
 
 
@@ -71,27 +71,32 @@ def test_invalid_settings_are_refused_before_anything_is_started(tmp_path: Path,
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[headrace.Run, list[Any]]:
-    """A run that was stopped after its second step, and then resumed to its end; with the events of both."""
-    directory = tmp_path_factory.mktemp("started")
-    file = write_run_file(directory, tiny_model)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[headrace.Run, list[Any]]:
+    """A run of an earlier version, resumed, stopped after a step and resumed to its end; with the events of both."""
+    file = copy_recorded_runs(tmp_path_factory.mktemp("started") / "recorded") / "rl" / "config.toml"
     seen: list[Any] = []
 
     async def train_and_stop() -> None:
-        started = headrace.start(file, {"max_steps": 40})
+        started = headrace.start(file, {"max_steps": 40}, resume=True)
+        processes: dict[str, int] = {}
         async for event in started.events():
             seen.append(event)
-            if event.kind == "step" and event.step == 2:
+            if event.kind == "step" and event.step == 5:
+                processes = processes_of(started.path)
                 started.stop()
         await started.finished()
         assert started.state == "stopped"
+        assert "--resume" in started.output
+        assert "Traceback" not in started.output
+        assert processes.keys() == {"inference", "trainer", "orchestrator"}
+        assert not any(map(is_alive, processes.values()))
 
     asyncio.run(train_and_stop())
     done = max(event.step for event in seen if event.kind == "step")
     return headrace.run(file, {"max_steps": done + 2}, resume=True, on_event=seen.append), seen
 
 
-def test_a_run_is_started_followed_stopped_and_resumed(trained: tuple[headrace.Run, list[Any]]):
+def test_a_run_is_resumed_followed_stopped_and_resumed(trained: tuple[headrace.Run, list[Any]]):
     run, seen = trained
     steps = run.metrics("loss")["step"].to_pylist()
     assert run.state == "finished"

@@ -7,13 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import headrace as api
+from headrace.cli.main import main
 from headrace.observe.metrics import read_metrics
 from headrace.rollout.version import Version
 from headrace.transport.journal import Journal
-from headrace.transport.run_dir import RunDir
+from headrace.transport.run_dir import RolloutKind, RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, processes_of, start, wait_until, write_run_file
 from tests.observe.metrics_page import undocumented
 
@@ -51,9 +54,12 @@ def draws_trained_once(run: RunDir) -> bool:
     return states.get("drawn", 0) == 0 and states.get("shipped", 0) == 0 and states["trained"] > 0
 
 
-def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_path: Path, tiny_model: Path):
-    process = start("rl", write_run_file(tmp_path, tiny_model))
-    run = RunDir(tmp_path / "run")
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> RunDir:
+    """A run of three steps to its end, without asynchrony; its orchestrator is looked at while it goes on."""
+    directory = tmp_path_factory.mktemp("whole")
+    process = start("rl", write_run_file(directory, tiny_model), "--orchestrator.max_async_level", 0, "--seed", 5)
+    run = RunDir(directory / "run")
     wait_until(lambda: "reward" in run.metrics.read_text() if run.metrics.exists() else False, "the first step")
     orchestrator = processes_of(run.root)["orchestrator"]
     if sys.platform == "linux":
@@ -64,6 +70,13 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
         assert int(resident.split()[1]) < 300 * 1024
     code, output = finish(process)
     assert code == 0, output
+    return run
+
+
+def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(
+    whole_run: RunDir, capsys: pytest.CaptureFixture[str]
+):
+    run = whole_run
     assert steps_of(run, "trainer", "loss") == [1, 2, 3]
     assert steps_of(run, "orchestrator", "reward/all/mean") == [1, 2, 3]
     assert {0, 3} <= set(steps_of(run, "orchestrator", "eval/letters/avg@1"))
@@ -74,25 +87,36 @@ def test_a_run_trains_evaluates_and_leaves_a_model_that_transformers_loads(tmp_p
     assert {"engine", "staleness", "decode"} <= drift_of(run).keys()
     assert drift_of(run)["engine"] < 1e-9  # the same weights in float32, two implementations
 
-    code, output = headrace("summary", run.root, "--json")
-    summary = json.loads(output)
-    wanted = {
-        "steps",
-        "reward_start",
-        "reward_end",
-        "seconds",
-        "rollouts",
-        "tokens_sampled",
-        "tokens_trained",
-        "dropped",
-    }
-    assert wanted <= summary.keys()
+    assert main(["summary", str(run.root), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    numbers = {"steps", "reward_start", "reward_end", "seconds", "rollouts"}
+    assert numbers | {"tokens_sampled", "tokens_trained", "dropped"} <= summary.keys()
     assert summary["steps"] == 3
     assert summary["rollouts"] >= 48
     for path in (run.summary, run.plot, run.config, run.logs / "trainer.log", run.rollouts / "step-00000003.parquet"):
         assert path.is_file(), path
     AutoModelForCausalLM.from_pretrained(run.final_model)
     AutoTokenizer.from_pretrained(run.final_model)
+
+
+def test_at_level_0_the_same_seed_gives_the_same_rollouts_and_the_same_model_to_the_last_bit(
+    whole_run: RunDir, tmp_path: Path, tiny_model: Path
+):
+    """The second run is started from Python."""
+    steps = []
+    settings = {"orchestrator.max_async_level": 0, "seed": 5}
+    on_event = lambda event: steps.append(event.step) if event.kind == "step" else None  # noqa: E731
+    again = api.run(write_run_file(tmp_path, tiny_model), settings, on_event=on_event)
+    assert again.state == "finished"
+    assert steps == [1, 2, 3]
+    first, second = ((run.final_model / "model.safetensors").read_bytes() for run in (whole_run, again.files))
+    columns = ["task_key", "reward", "advantage_mean", "messages"]
+    tables = [
+        [pq.read_table(path).select(columns) for path in RolloutKind.TRAIN.files(run.rollouts).values()]
+        for run in (whole_run, again.files)
+    ]
+    assert tables[0] == tables[1]
+    assert first == second
 
 
 @pytest.mark.full
@@ -148,14 +172,8 @@ def test_processes_killed_one_after_another_are_started_again_and_the_run_ends_a
     assert not processes_of(run.root)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("while models load", marks=pytest.mark.full),
-        "between steps",
-        pytest.param("while the last step is saved", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # tests/api/test_run.py stops one among the fast ones
+@pytest.mark.parametrize("moment", ["while models load", "between steps", "while the last step is saved"])
 def test_sigterm_ends_everything_in_order_and_says_how_to_go_on(moment: str, tmp_path: Path, tiny_model: Path):
     file, run = write_run_file(tmp_path, tiny_model), RunDir(tmp_path / "run")
     process = start("rl", file, *(("--max_steps", 1000) if moment == "between steps" else ()))

@@ -68,9 +68,8 @@ def test_a_recorded_run_passes_the_audit(here: Path, kind: str):
     assert main(["audit", str(here / kind)]) == 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["rl", pytest.param("hackable", marks=pytest.mark.full), pytest.param("sft", marks=pytest.mark.full)]
-)
+@pytest.mark.full  # tests/api/test_run.py resumes one among the fast ones
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_run_is_resumed_from_its_checkpoint(here: Path, kind: str):
     command = "sft" if kind == "sft" else "rl"
     code, output = headrace(command, here / kind / "config.toml", "--max_steps", 5, "--resume")
