@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from headrace.config.launch import LaunchConfig
-from headrace.launch.process import set_variables
+from headrace.config.launch import LaunchConfig, set_variables
 
 
 def test_values_are_set_and_tokens_are_taken_from_the_variables_that_have_them(monkeypatch: pytest.MonkeyPatch):

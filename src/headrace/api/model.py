@@ -20,11 +20,11 @@ import numpy as np
 
 from headrace.api.run import Run
 from headrace.config.inference import InferenceConfig
+from headrace.config.launch import set_variables
 from headrace.errors import BadInput
 from headrace.inference.client.openai_client import OpenAIClient
 from headrace.inference.client.reference import ScoreRoute, prompt_scores
 from headrace.launch.own_code import add_code_folders_of
-from headrace.launch.process import set_variables
 from headrace.launch.saved_config import evaluation_directory, read_run
 from headrace.launch.server_target import KEY_VAR, find_server, start_server
 from headrace.observe.console import SafeConsole

@@ -190,3 +190,18 @@ class LaunchConfig(Config):
         """The absolute storage root of the run (`storage.cache_dir`); None if it is not set."""
         root = self.env.get(CACHE_VARIABLE)
         return None if root is None else Path(root)
+
+
+def set_variables(launch: LaunchConfig) -> list[str]:
+    """Set the environment variables of a run file, for this process and its children. Returns notices.
+
+    Call it before importing a library that reads them.
+    """
+    os.environ.update(without_exported(launch.env))
+    notices = []
+    for name, source in launch.env_from.items():
+        if source in os.environ:
+            os.environ[name] = os.environ[source]
+        else:
+            notices.append(f"launch.env_from.{name} = {source}: no such environment variable; {name} is not set.")
+    return notices

@@ -7,12 +7,11 @@ are drained: their addresses are withdrawn, requests in flight end, then the pro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.launch.hosts.base import Host, HostProcess, Hosts, ProcessSpec
 from headrace.launch.placement import Place
-from headrace.launch.processes import with_rendezvous
 from headrace.observe.status import ObservedStatus
 from headrace.observe.terminal import View
 from headrace.transport.endpoint import withdraw_endpoints
@@ -68,7 +67,7 @@ class Fleet:
         if len(specs) > 1:
             is_lost = specs[0].host not in [host.name for host in self.hosts.list()]  # then it does not start
             port = 0 if is_lost else self.hosts.free_port(specs[0].host)
-            specs = [with_rendezvous(spec, port) for spec in specs]
+            specs = [_with_rendezvous(spec, port) for spec in specs]
         for spec in specs:
             log = self._run.logs / f"{spec.name}.log"
             self.processes[spec.name] = self.hosts.start(spec.again() if again else spec, log)
@@ -160,3 +159,14 @@ def remove_traces(run: RunDir, process: HostProcess) -> None:
     for status in (run.status / f"{process.name}.json", *ranks):
         status.unlink(missing_ok=True)
     withdraw_endpoints(run.endpoints, process.name)
+
+
+def _with_rendezvous(spec: ProcessSpec, port: int) -> ProcessSpec:
+    """Return a member of the trainer's group whose ranks meet at this port of the first member's host."""
+
+    def completed(argv: Sequence[str]) -> list[str]:
+        place = list(argv).index("--rendezvous") + 1
+        return [*argv[:place], f"{argv[place].rpartition(':')[0]}:{port}", *argv[place + 1 :]]
+
+    again = None if spec.restart_argv is None else completed(spec.restart_argv)
+    return replace(spec, argv=completed(spec.argv), restart_argv=again)

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from headrace.config.launch import LaunchConfig, without_exported
 from headrace.launch.hosts.base import HostProcess, ProcessSpec
 
 log = logging.getLogger(__name__)
@@ -37,21 +36,6 @@ RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 """Unit of `ru_maxrss`."""
 GRACE_S = 10.0
 """Time to stop in order before the process and its children are killed."""
-
-
-def set_variables(launch: LaunchConfig) -> list[str]:
-    """Set the environment variables of a run file, for this process and its children. Returns notices.
-
-    Call it before importing a library that reads them.
-    """
-    os.environ.update(without_exported(launch.env))
-    notices = []
-    for name, source in launch.env_from.items():
-        if source in os.environ:
-            os.environ[name] = os.environ[source]
-        else:
-            notices.append(f"launch.env_from.{name} = {source}: no such environment variable; {name} is not set.")
-    return notices
 
 
 class Process(HostProcess):

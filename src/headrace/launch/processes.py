@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from headrace.launch.hosts.base import Host, ProcessSpec
 from headrace.launch.hosts.local import this_machine
@@ -15,7 +14,6 @@ from headrace.runfile.run import AnyRun, RunConfig
 from headrace.transport.run_dir import RunDir
 
 TRAINER_GROUP = "trainer"
-RENDEZVOUS = "--rendezvous"
 
 
 def needs_of(config: AnyRun) -> Needs:
@@ -106,17 +104,6 @@ def _trainer(config: AnyRun, run: RunDir, placement: Placement, place: Place, sh
         options |= {"nodes": len(members), "node-rank": place.node_rank, "rendezvous": f"{options['host']}:0"}
     ranks = place.ranks if place.ranks > 1 or len(members) > 1 else None
     return _command("trainer", run, ranks=ranks, **options, sharing=sharing)
-
-
-def with_rendezvous(spec: ProcessSpec, port: int) -> ProcessSpec:
-    """Return a member of the trainer's group whose ranks meet at this port of the first member's host."""
-
-    def completed(argv: Sequence[str]) -> list[str]:
-        place = list(argv).index(RENDEZVOUS) + 1
-        return [*argv[:place], f"{argv[place].rpartition(':')[0]}:{port}", *argv[place + 1 :]]
-
-    again = None if spec.restart_argv is None else completed(spec.restart_argv)
-    return replace(spec, argv=completed(spec.argv), restart_argv=again)
 
 
 def _command(command: str, run: RunDir, **options: object) -> list[str]:

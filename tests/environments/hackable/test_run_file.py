@@ -14,9 +14,9 @@ from headrace.cli.config import kind_of
 from headrace.cli.main import main
 from headrace.config.base import ConfigError
 from headrace.config.files import dump
+from headrace.config.launch import set_variables
 from headrace.config.sft import SftConfig
 from headrace.environments.registry import load_environment
-from headrace.launch.process import set_variables
 from headrace.launch.saved_config import pin
 from headrace.machine import cache_directory
 from headrace.runfile.reading import load
