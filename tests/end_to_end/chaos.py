@@ -50,14 +50,15 @@ LAUNCHER = "launcher"
 class Chaos:
     """Kills by a seed. Every kill waits for the run to have come a little further, so that they are spread over it."""
 
-    def __init__(self, run: RunDir, seed: int, kills: int, max_steps: int, victims: Sequence[str]) -> None:
+    def __init__(
+        self, run: RunDir, seed: int, kills: int, max_steps: int, victims: Sequence[str], moments: Sequence[str]
+    ) -> None:
         self.run = run
         self.launcher: subprocess.Popen[str] | None = None
         self.rng = random.Random(seed)
         self.max_steps = max_steps
-        aimed = list(MOMENTS)
-        rest: list[str] = [self.rng.choice(victims) for _ in range(kills - len(aimed))]
-        self.plan = [*aimed, *rest]
+        rest: list[str] = [self.rng.choice(victims) for _ in range(kills - len(moments))]
+        self.plan = [*moments, *rest]
         self.rng.shuffle(self.plan)
         self.done: list[str] = []
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.cli.main import main
 from headrace.observe.metrics import read_metrics
 from headrace.transport.run_dir import RunDir
-from tests.end_to_end.runs import finish, headrace, start, wait_until, write_run_file
+from tests.end_to_end.runs import finish, start, wait_until, write_run_file
 from tests.end_to_end.test_algorithms import ENVIRONMENTS, LETTERS, count, served, trained_components
 from tests.observe.metrics_page import undocumented
 from tests.observe.test_prometheus import scrape
@@ -33,7 +35,7 @@ FAILURE = "KeyError: 'no such column: question'"
 
 @pytest.mark.timeout(400)
 def test_in_a_mixture_a_dead_teacher_and_a_broken_environment_cost_their_own_rollouts_alone(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = RunDir(tmp_path / "run")
     with served(tiny_model) as (teacher, url):
@@ -47,9 +49,10 @@ def test_in_a_mixture_a_dead_teacher_and_a_broken_environment_cost_their_own_rol
     assert code == 0, output
     assert trained_components(run) == {"rewarded": {"rl"}, "scored": {"ref_kl"}, "imitated": {"ce"}}
     _check_reported_once(run, url)
-    _check_report(run, output)
+    assert main(["summary", str(run.root), "--json"]) == 0
+    _check_report(run, json.loads(capsys.readouterr().out), output)
     assert not run.prometheus_targets.exists()
-    assert headrace("audit", run.root)[0] == 0
+    assert main(["audit", str(run.root)]) == 0
 
 
 def _check_scraped(run: RunDir) -> None:
@@ -76,8 +79,7 @@ def _check_reported_once(run: RunDir, url: str) -> None:
     assert pools[0] > pools[-1]
 
 
-def _check_report(run: RunDir, output: str) -> None:
-    summary = json.loads(headrace("summary", run.root, "--json")[1])
+def _check_report(run: RunDir, summary: dict[str, Any], output: str) -> None:
     report = {entry["name"]: entry for entry in summary["environments"]}
     algorithms = {name: entry["algorithm"] for name, entry in report.items()}
     assert algorithms == {"rewarded": "grpo", "scored": "opd", "imitated": "sft", "broken": "grpo", "letters": None}

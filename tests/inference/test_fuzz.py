@@ -22,9 +22,9 @@ async def test_no_request_ends_in_a_5xx_or_is_left_behind(served_run: RunDir) ->
     await client.wait_ready(90.0)
     await client.close()
     (endpoint,) = read_endpoints(served_run.endpoints).values()
-    outcome = await fuzzing.fuzz(endpoint, range(1000), SEED)
+    outcome = await fuzzing.fuzz(endpoint, range(400), SEED)
     assert not outcome.failures
-    assert outcome.statuses["200"] > 100 and outcome.statuses["400"] > 100
+    assert outcome.statuses["200"] > 40 and outcome.statuses["400"] > 40
 
 
 @pytest.mark.full

@@ -1,6 +1,11 @@
-"""Run by each rank of a test, under torchrun or alone: takes a step on each batch of a directory, saves the results."""
+"""Takes a step on each batch of a directory and saves the results: on one rank in a test, on two as a program.
+
+The program forks into its ranks, since importing torch takes seconds; torchrun's variables make them ranks.
+"""
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,8 @@ from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import write_token_table
 
 LR = 1e-3
+VARIANTS: dict[str, Any] = {"lora": {"r": 4, "alpha": 8}, "latents": LatentParams(), "router_replay": "replay"}
+"""Options of `PackedModel`, by name."""
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,6 +73,12 @@ def main(model_directory: Path, batches: Path, output: Path, **options: Any) -> 
 
 
 if __name__ == "__main__":
-    variants: dict[str, Any] = {"lora": {"r": 4, "alpha": 8}, "latents": LatentParams(), "router_replay": "replay"}
-    main(*map(Path, sys.argv[1:4]), **{name: variants[name] for name in sys.argv[4:]})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    other = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(other == 0))
+    main(*map(Path, sys.argv[1:4]), **{name: VARIANTS[name] for name in sys.argv[4:]})
     leave()  # else gloo's threads, still there when the interpreter ends, may abort it
+    if other:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))

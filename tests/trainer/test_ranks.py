@@ -1,4 +1,4 @@
-"""Two ranks under torchrun do what one process does: gradients, parameters, metrics."""
+"""Two ranks do what one process does: gradients, parameters, metrics."""
 
 import json
 import subprocess
@@ -19,11 +19,10 @@ from headrace.rollout.batch import Batch, BatchSample, encode_batch
 from headrace.rollout.types import ROUTES, Sample
 from headrace.transport.run_dir import read_header
 from tests.models.families import write_model
-from tests.trainer.rank_program import LR
+from tests.trainer.rank_program import LR, VARIANTS, main
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, write_random_model
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def random_samples(count: int) -> list[Sample]:
@@ -111,10 +110,10 @@ def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             samples = [change(sample) if number % 2 else sample for number, sample in enumerate(samples)]
         entries = [BatchSample(sample, f"env{index % 2}", index) for index, sample in enumerate(samples)]
         (batches / name).write_bytes(encode_batch(Batch(1, 0, entries, [], {})))
-    for start, output in (([], one), (TORCHRUN, two)):
-        command = [sys.executable, *start, PROGRAM, model, batches, output, *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+    main(model, batches, one, **{name: VARIANTS[name] for name in options})
+    command = [sys.executable, PROGRAM, model, batches, two, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     return one, two
 
 
