@@ -28,7 +28,7 @@ from benchmarks.end_to_end.headrace_run import read_engine_counters
 from benchmarks.trainer.compile_time import CACHES
 
 from headrace.machine import visible_gpus
-from headrace.observe.status import read_status
+from headrace.observe.status import StatusReader
 from headrace.transport.run_dir import RunDir
 
 POLL_S = 0.01
@@ -163,7 +163,7 @@ def new_lines(run: RunDir) -> Pairs:
 def new_states(run: RunDir) -> Pairs:
     states: dict[str, str] = {}
     while True:
-        now = {name: f"<{status.state}>" for name, status in read_status(run.status).items()}
+        now = {name: f"<{status.state}>" for name, status in StatusReader(run.status).read().items()}
         yield [pair for pair in now.items() if states.get(pair[0]) != pair[1]]
         states = now
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headrace.observe.metrics import read_metrics
-from headrace.observe.status import read_status
+from headrace.observe.status import StatusReader
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import write_run_file
@@ -135,7 +135,7 @@ def steps(run: RunDir) -> int:
 
 def tokens(run: RunDir) -> dict[str, int]:
     """Return the tokens that each server has sampled so far."""
-    statuses = read_status(run.status)
+    statuses = StatusReader(run.status).read()
     return {
         name: int(s.gauges.get("tokens_sampled", 0)) for name, s in statuses.items() if name.startswith("inference")
     }

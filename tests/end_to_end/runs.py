@@ -92,11 +92,11 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 120)
 
 def processes_of(output: Path) -> dict[str, int]:
     """The live processes of a run by name, from their status files."""
-    from headrace.observe.status import read_status
+    from headrace.observe.status import StatusReader
 
     if not (output / "status").is_dir():
         return {}
-    return {name: status.pid for name, status in read_status(output / "status").items() if is_alive(status.pid)}
+    return {name: status.pid for name, status in StatusReader(output / "status").read().items() if is_alive(status.pid)}
 
 
 def is_alive(pid: int) -> bool:

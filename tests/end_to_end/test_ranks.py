@@ -17,7 +17,7 @@ from headrace.errors import SAVED
 from headrace.launch.hosts.local import LocalHosts
 from headrace.launch.saved_config import pin, save
 from headrace.observe.metrics import read_metrics
-from headrace.observe.status import Status, read_status
+from headrace.observe.status import Status, StatusReader
 from headrace.rollout.batch import Batch, BatchSample
 from headrace.runfile.reading import load
 from headrace.runfile.run import RunConfig
@@ -126,7 +126,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp
     process = start("rl", file, "--max_steps", 8, "--launch.trainer_processes", 2, "--launch.inference_servers", 2)
     run = RunDir(tmp_path / "run")
     wait_until(lambda: run.latest_checkpoint_step() >= 2, "the first checkpoint")
-    os.kill(read_status(run.status / "ranks")["trainer-1"].pid, signal.SIGKILL)
+    os.kill(StatusReader(run.status / "ranks").read()["trainer-1"].pid, signal.SIGKILL)
     code, output = finish(process)
     assert code == 0, output
     assert "trainer was ended by SIGKILL; restarting it (1 of 3)" in output

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SAVED
-from headrace.observe.status import read_status
+from headrace.observe.status import StatusReader
 from headrace.transport.endpoint import read_endpoints
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import finish, headrace, is_alive, start, wait_until, write_run_file
@@ -32,7 +32,7 @@ def test_servers_are_added_used_lost_and_drained_and_no_draw_is_lost(tmp_path: P
         return len(steps_of(run, "trainer", "loss")) if run.metrics.exists() else 0
 
     def sampled(name: str) -> int:
-        status = read_status(run.status).get(name)
+        status = StatusReader(run.status).read().get(name)
         return 0 if status is None else status.gauges.get("tokens_sampled", 0)
 
     wait(lambda: trained() >= 2, "step 2")
@@ -43,11 +43,11 @@ def test_servers_are_added_used_lost_and_drained_and_no_draw_is_lost(tmp_path: P
     before = {name: sampled(name) for name in names}
     wait(lambda: all(sampled(name) > before[name] + 100 for name in names), "samples of all servers")
 
-    lost = read_status(run.status)["inference-2"].pid
+    lost = StatusReader(run.status).read()["inference-2"].pid
     os.kill(lost, signal.SIGKILL)
     wait(lambda: len(read_endpoints(run.endpoints)) == 3 and sampled("inference-2") > 100, "the lost server is back")
 
-    pids = [read_status(run.status)[name].pid for name in names]
+    pids = [StatusReader(run.status).read()[name].pid for name in names]
     code, output = headrace("scale", run.root, "--inference", 1)
     assert code == 0, output
     wait(lambda: [is_alive(pid) for pid in pids] == [True, False, False], "one server")

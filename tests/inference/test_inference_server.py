@@ -27,7 +27,7 @@ from headrace.inference.server.generate import VllmSampling
 from headrace.inference.server.http_server import CannotListen, bind
 from headrace.inference.server.main import make_chat, serve
 from headrace.inference.server.request_bodies import TokenizeRequest, unsupported_in
-from headrace.observe.status import read_status
+from headrace.observe.status import StatusReader
 from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.version import Version
 from headrace.text.renderer import make_renderer
@@ -438,11 +438,11 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
 
 
 async def test_the_status_file_has_the_gauges(client: EngineClient, served_run: RunDir) -> None:
-    before = read_status(served_run.status)["inference"].gauges.get("tokens_sampled", 0)
+    before = StatusReader(served_run.status).read()["inference"].gauges.get("tokens_sampled", 0)
     await client.generate([5], SamplingParams(max_tokens=3, ignore_eos=True))
-    while read_status(served_run.status)["inference"].gauges.get("tokens_sampled", 0) < before + 3:
+    while StatusReader(served_run.status).read()["inference"].gauges.get("tokens_sampled", 0) < before + 3:
         await asyncio.sleep(0.05)
-    status = read_status(served_run.status)["inference"]
+    status = StatusReader(served_run.status).read()["inference"]
     assert status.state == "serving"
     assert {"url", "running", "waiting", "version", "tokens_sampled", "tokens_per_second"} <= set(status.gauges)
 
@@ -459,7 +459,7 @@ async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server:
         await task
     assert await asyncio.to_thread(process.wait, START) == 0
     assert not list(run.endpoints.iterdir())
-    assert read_status(run.status)["inference"].state == "done"
+    assert StatusReader(run.status).read()["inference"].state == "done"
     await client.close()
 
 

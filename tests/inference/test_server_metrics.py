@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.inference.backend import EngineState
 from headrace.inference.server.metrics import BOUNDS_S, Metrics
-from headrace.observe.exposition import Histogram
+from headrace.observe.prometheus import Histogram
 from headrace.rollout.version import Version
 from tests.inference.serving import backend_of, chat_of, served
 

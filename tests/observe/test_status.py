@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.status import ProcessStatus, Progress, Status, StatusReader, read_status
+from headrace.observe.status import ProcessStatus, Progress, Status, StatusReader
 
 
 def written(status: Status) -> ProcessStatus:
     status.notify("written now")
-    return read_status(status.path.parent)[status.current.process]
+    return StatusReader(status.path.parent).read()[status.current.process]
 
 
 def test_progress_belongs_to_a_state_and_has_the_time_of_its_last_change(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_problem_keeps_the_time_at_which_it_began_while_its_text_changes(tmp_p
     status.set_problem("1 batch had nothing to train on")
     assert status.current.problem_since > began
     status.close("finished")
-    assert read_status(tmp_path)["orchestrator"].problem == ""
+    assert StatusReader(tmp_path).read()["orchestrator"].problem == ""
 
 
 class Clocks:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.observe.status import Status, read_status
+from headrace.observe.status import Status, StatusReader
 from headrace.trainer.device_lock import TrainerDeviceLock
 from headrace.transport.lock import POLL_S, DeviceLock
 
@@ -106,7 +106,7 @@ def test_a_stopped_trainer_does_not_wait_for_the_lock(tmp_path: Path, status: St
 
     def stopped() -> bool:
         status._write()
-        looks.append(read_status(tmp_path / "status")["trainer"].waiting_for)
+        looks.append(StatusReader(tmp_path / "status").read()["trainer"].waiting_for)
         return len(looks) == 3
 
     with TrainerDeviceLock(tmp_path / "turns", CPU, status).hold(stopped) as is_held:

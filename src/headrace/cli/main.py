@@ -107,15 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return explanation.exit_code
 
 
-def unknown_command(word: str) -> BadInput:
-    """Explain a misspelt command, or a run file without one."""
-    if Path(word).suffix in RUN_FILES:
-        return BadInput("a run file, not a command", key="COMMAND", value=word, fix=f"Write: headrace rl {word}")
-    near = difflib.get_close_matches(word.lower().replace("_", "-"), COMMANDS, n=1)
-    fix = f"Did you mean headrace {near[0]}?" if near else "headrace --help lists the commands."
-    return BadInput("unknown command", key="COMMAND", value=word, fix=fix)
-
-
 def output_has_no_reader() -> bool:
     """Return whether the output is a pipe that was closed, as by `| head`; further output is then discarded."""
     output = sys.stdout.fileno()
@@ -129,7 +120,12 @@ def output_has_no_reader() -> bool:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise unknown_command(argv[0])
+        if Path(argv[0]).suffix in RUN_FILES:
+            fix = f"Write: headrace rl {argv[0]}"
+            raise BadInput("a run file, not a command", key="COMMAND", value=argv[0], fix=fix)
+        near = difflib.get_close_matches(argv[0].lower().replace("_", "-"), COMMANDS, n=1)
+        fix = f"Did you mean headrace {near[0]}?" if near else "headrace --help lists the commands."
+        raise BadInput("unknown command", key="COMMAND", value=argv[0], fix=fix)
     parser, commands = make_parser()
     chosen = next((word for word in argv if word in COMMANDS), None)
     if chosen is None:

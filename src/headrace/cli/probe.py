@@ -16,9 +16,10 @@ from headrace.config.base import ConfigError, Tree
 from headrace.observe.console import SafeConsole
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.text.hub import model_directory
+from headrace.tools.common import Progress
 from headrace.tools.probe.findings import list_findings
 from headrace.tools.probe.report import TINY, ProbeReport, exchange_renderer, summarize_prompts
-from headrace.tools.probe.runner import ProbeConfig, Progress, probe
+from headrace.tools.probe.runner import ProbeConfig, probe
 from headrace.tools.probe.sampling import SamplingEndpoint, sample
 from headrace.tools.probe.view import render_report
 

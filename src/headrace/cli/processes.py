@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 from headrace.cli.common import add_resume
 from headrace.cli.main import explain
@@ -184,35 +185,22 @@ def run_trainer(arguments: argparse.Namespace) -> int:
         forwarding(run, *monitors),
     ):
         request = StopRequest(status)
+        stops: dict[str, Any] = {"stopped": request.stopped, "save_and_stop": request.save_and_stop}
         if isinstance(config, RunConfig):
             with frozen_imports():
                 from headrace.trainer.rl import RlTrainer
 
             if arguments.host is not None:
                 config.trainer.weights.host = arguments.host
-            RlTrainer(
-                config.trainer,
-                resume=resume,
-                stopped=request.stopped,
-                save_and_stop=request.save_and_stop,
-                status=status,
-                engines=engines,
-                embedded=config.inference.engine == "embedded",
-            ).run()
+            embedded = config.inference.engine == "embedded"
+            RlTrainer(config.trainer, resume=resume, status=status, engines=engines, embedded=embedded, **stops).run()
         else:
             with frozen_imports():
                 from headrace.trainer.dpo import DpoTrainer
                 from headrace.trainer.sft import SftTrainer
 
             trainer = DpoTrainer if isinstance(config, DpoConfig) else SftTrainer
-            trainer(
-                config,
-                resume=resume,
-                stopped=request.stopped,
-                save_and_stop=request.save_and_stop,
-                status=status,
-                engines=engines,
-            ).run()
+            trainer(config, resume=resume, status=status, engines=engines, **stops).run()
         from headrace.trainer.ranks import leave
 
         leave()

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.observe.diagnosis import RECENT_STEPS
-from headrace.observe.exposition import head, sample
 from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
+from headrace.observe.prometheus import family_head, sample_line
 from headrace.observe.status import ObservedStatus
 from headrace.transport.files import write_atomically
 
@@ -129,12 +129,12 @@ def launcher_lines(
     history: History, statuses: Mapping[str, ObservedStatus], running: Mapping[str, bool], restarts: Mapping[str, int]
 ) -> Iterator[str]:
     """Return the samples; `running` and `restarts` are by process and by unit."""
-    yield from head("headrace_run_step", "gauge", "Optimizer steps done.")
-    yield sample("headrace_run_step", history.step)
+    yield from family_head("headrace_run_step", "gauge", "Optimizer steps done.")
+    yield sample_line("headrace_run_step", history.step)
     if "time" in history.latest:
         name = "headrace_run_last_record_timestamp_seconds"
-        yield from head(name, "gauge", "When a metric was last recorded.")
-        yield sample(name, history.latest["time"])
+        yield from family_head(name, "gauge", "When a metric was last recorded.")
+        yield sample_line(name, history.latest["time"])
     waiting = {name: status.age(status.waiting_since) for name, status in statuses.items() if status.waiting_for}
     for name, kind, help_text, label, values in (
         ("process_running", "gauge", "1 while a process of the run runs.", "process", running),
@@ -146,6 +146,6 @@ def launcher_lines(
         ("process_problem", "gauge", "1 while a process reports a problem.", "process",
          {name: bool(status.problem) for name, status in statuses.items()}),
     ):  # fmt: skip
-        yield from head(f"headrace_{name}", kind, help_text)
+        yield from family_head(f"headrace_{name}", kind, help_text)
         for process, value in sorted(values.items()):
-            yield sample(f"headrace_{name}", float(value), {label: process})
+            yield sample_line(f"headrace_{name}", float(value), {label: process})

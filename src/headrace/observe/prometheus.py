@@ -1,4 +1,4 @@
-"""`/metrics` of a process of a run, in Prometheus' text format.
+"""`/metrics` of a process of a run, in Prometheus' text format, and the parts of that format.
 
 With `[prometheus]` each process serves its own metrics: a thread of the standard library's HTTP server, which computes
 something only when it is scraped. The address is in `prometheus/targets/PROCESS.json` of the run directory, in the form
@@ -18,8 +18,9 @@ import re
 import socket
 import threading
 import time
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +31,6 @@ import msgspec
 
 from headrace.config.base import ConfigError
 from headrace.config.monitors import PrometheusConfig
-from headrace.observe.exposition import CONTENT_TYPE, Histogram, head, sample
 from headrace.observe.histograms import BOUNDS, PREFIX, decode
 from headrace.observe.metrics import OBSERVERS
 from headrace.observe.status import Status
@@ -42,6 +42,39 @@ log = logging.getLogger(__name__)
 MAX_TRIED_PORTS = 100
 REQUEST_TIMEOUT_S = 10.0
 Lines = Iterable[str]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def family_head(name: str, kind: str, help_text: str) -> Iterator[str]:
+    """Yield the two lines that come before the samples of a metric."""
+    yield f"# HELP {name} {help_text}"
+    yield f"# TYPE {name} {kind}"
+
+
+def sample_line(name: str, value: float, labels: Mapping[str, str] | None = None) -> str:
+    """Return the line of one value."""
+    shown = ",".join(f'{label}="{text.translate(_ESCAPES)}"' for label, text in (labels or {}).items())
+    return f"{name}{{{shown}}} {value}" if shown else f"{name} {value}"
+
+
+class Histogram:
+    """Counts of observations up to each bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        below = 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            below += count
+            yield sample_line(f"{name}_bucket", below, {"le": bound})
+        yield sample_line(f"{name}_sum", self.total)
+        yield sample_line(f"{name}_count", below)
 
 
 @dataclass(frozen=True)
@@ -141,18 +174,18 @@ class RecordedMetrics:
         with self._lock:
             values, sums, histograms = dict(self._values), dict(self._sums), dict(self._histograms)
         if self._step is not None:
-            yield from head("headrace_step", "gauge", "Step of the last record of this process.")
-            yield sample("headrace_step", self._step)
+            yield from family_head("headrace_step", "gauge", "Step of the last record of this process.")
+            yield sample_line("headrace_step", self._step)
         families: dict[str, list[str]] = {}
         for name, value in sorted(values.items()):
             rule, labels = _rule_of(name)
-            lines = families.setdefault(rule.family, list(head(rule.family, rule.kind, rule.help)))
-            lines.append(sample(rule.family, sums[name] if rule.summed else value, dict(labels)))
+            lines = families.setdefault(rule.family, list(family_head(rule.family, rule.kind, rule.help)))
+            lines.append(sample_line(rule.family, sums[name] if rule.summed else value, dict(labels)))
         for lines in families.values():
             yield from lines
         for name, histogram in sorted(histograms.items()):
             family, help_text = HISTOGRAMS[name]
-            yield from head(family, "histogram", help_text)
+            yield from family_head(family, "histogram", help_text)
             yield from histogram.lines(family)
 
 
@@ -160,10 +193,12 @@ def status_lines(status: Status) -> Iterator[str]:
     """Return how long this process has been waiting, and whether it has reported a problem."""
     current = status.current
     waiting_s = time.monotonic() - current.waiting_since if current.waiting_for else 0.0
-    yield from head("headrace_waiting_seconds", "gauge", "For how long the process has been waiting for another one.")
-    yield sample("headrace_waiting_seconds", waiting_s)
-    yield from head("headrace_problem", "gauge", "1 while the process reports why the run does not advance.")
-    yield sample("headrace_problem", int(bool(current.problem)))
+    yield from family_head(
+        "headrace_waiting_seconds", "gauge", "How long the process has been waiting for another one."
+    )
+    yield sample_line("headrace_waiting_seconds", waiting_s)
+    yield from family_head("headrace_problem", "gauge", "1 while the process reports why the run does not advance.")
+    yield sample_line("headrace_problem", int(bool(current.problem)))
 
 
 @contextmanager

@@ -287,13 +287,8 @@ class StatusReader:
         return known[1]
 
 
-def read_status(directory: Path) -> dict[str, ObservedStatus]:
-    """Return the status of every process that has a status file, as if all were just written."""
-    return StatusReader(directory).read()
-
-
 @contextmanager
-def _waiting(what: str, source: str, status: Status, deadline: float | None) -> Iterator[Callable[[], None]]:
+def _waiting(what: str, source: str, status: Status, deadline: float | None = None) -> Iterator[Callable[[], None]]:
     """Show a wait in the status. Yields a function that logs it at growing intervals and checks the deadline."""
     subject, started, next_notice = f"{what} from {source}", time.monotonic(), FIRST_NOTICE_S
 
@@ -319,14 +314,13 @@ def wait_until(
     source: str,
     status: Status,
     *,
+    stopped: Callable[[], bool],
     poll: float = 0.02,
-    deadline: float | None = None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Block until `ready` and return True; return False if `stopped` first; raise `WaitTimeout` at the deadline."""
+    """Block until `ready` and return True; return False if `stopped` first. Checks both every `poll` seconds."""
     if ready():
         return True
-    with _waiting(what, source, status, deadline) as check:
+    with _waiting(what, source, status) as check:
         while not ready():
             if stopped():
                 return False

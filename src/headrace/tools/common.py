@@ -1,10 +1,13 @@
-"""Short names of paths, and the bootstrap, which several tools use."""
+"""What several tools use: the type of progress callbacks, short names of paths, and the bootstrap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+Progress = Callable[..., None]
+"""Called with what is being done and, where they are known, the number of finished steps and of all steps."""
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -64,7 +64,7 @@ from headrace.inference.server.request_bodies import (
 )
 from headrace.inference.server.responses import ResponsesRequest
 from headrace.inference.server.streaming import Updates, updates_of
-from headrace.observe.exposition import CONTENT_TYPE
+from headrace.observe.prometheus import CONTENT_TYPE
 from headrace.rollout.version import Version
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.inference.backend import EngineState
 from headrace.observe import tracing
-from headrace.observe.exposition import Histogram, head, sample
+from headrace.observe.prometheus import Histogram, family_head, sample_line
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OTHER = "other"
@@ -27,12 +27,14 @@ class Metrics:
 
     def lines(self, state: EngineState, model_name: str) -> Iterator[str]:
         yield from _engine_lines(state, model_name)
-        yield from head("headrace_http_requests_total", "counter", "Responses by route and HTTP status.")
+        yield from family_head("headrace_http_requests_total", "counter", "Responses by route and HTTP status.")
         for (route, status), count in sorted(self.responses.items()):
-            yield sample("headrace_http_requests_total", count, {"route": route, "status": str(status)})
-        yield from head("headrace_http_request_seconds", "histogram", "Seconds from a request to its response's end.")
+            yield sample_line("headrace_http_requests_total", count, {"route": route, "status": str(status)})
+        yield from family_head(
+            "headrace_http_request_seconds", "histogram", "Seconds from a request to its response's end."
+        )
         yield from self.seconds.lines("headrace_http_request_seconds")
-        yield from head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streams.")
+        yield from family_head("headrace_first_token_seconds", "histogram", "Seconds to the first token of streams.")
         yield from self.first_token.lines("headrace_first_token_seconds")
 
 
@@ -83,10 +85,10 @@ def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
         ("hand_overs_total", "counter", "Times the device lock was handed to the trainer.", state.hand_overs),
         ("cache_releases_total", "counter", "Hand-overs at which the KV cache was released.", state.cache_releases),
     ):
-        yield from head(f"headrace_{name}", kind, help_text)
-        yield sample(f"headrace_{name}", value)
-    yield from head("headrace_requests_finished_total", "counter", "Requests by how they ended.")
+        yield from family_head(f"headrace_{name}", kind, help_text)
+        yield sample_line(f"headrace_{name}", value)
+    yield from family_head("headrace_requests_finished_total", "counter", "Requests by how they ended.")
     for reason, count in sorted(state.finished.items()):
-        yield sample("headrace_requests_finished_total", count, {"reason": reason})
-    yield from head("headrace_weights_info", "gauge", "The weights that are served.")
-    yield sample("headrace_weights_info", 1, {"model": model_name, "version": str(state.version)})
+        yield sample_line("headrace_requests_finished_total", count, {"reason": reason})
+    yield from family_head("headrace_weights_info", "gauge", "The weights that are served.")
+    yield sample_line("headrace_weights_info", 1, {"model": model_name, "version": str(state.version)})

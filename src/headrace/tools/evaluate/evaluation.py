@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 COMPLETIONS = "completions.jsonl"
 
-Progress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
+ShowProgress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
 """Shows the progress of a model from its name, finished and total episodes; yields a callback per finished episode."""
 
 
@@ -49,7 +49,7 @@ class EvaluationOutcome(NamedTuple):
 
 
 async def evaluate(
-    evaluation: Evaluation, candidates: Sequence[Candidate], progress: Progress
+    evaluation: Evaluation, candidates: Sequence[Candidate], progress: ShowProgress
 ) -> list[EvaluationOutcome]:
     """Evaluate all candidates; return their outcomes in order."""
     environment = load_environment(evaluation.env, evaluation.args)
@@ -122,7 +122,7 @@ async def _evaluate(
     environment: Environment,
     examples: Examples,
     free_engines: asyncio.Queue[EngineSet],
-    progress: Progress,
+    progress: ShowProgress,
 ) -> EvaluationOutcome:
     folder, tasks = evaluation.output / candidate.name, examples.tasks
     settings = await _settings(evaluation, candidate, examples)

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from headrace.observe.chart import (
     ticks,
 )
 from headrace.tools.common import short_names
+from headrace.tools.evaluate.evaluation import ShowProgress
 from headrace.tools.evaluate.results import Estimate, ModelResult, Spread, choose_score
 from headrace.transport.files import write_atomically
 
 SCHEMA = 1
-COLUMNS = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
+SHOWN_MEASURES = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
 """Measures of the table besides avg@k and pass@k, if any model has them."""
 
 LENGTHS = {
@@ -95,7 +96,7 @@ def score_table(title: str, results: Sequence[ModelResult]) -> Table:
     """Return a table with a row per model."""
     succeeded = [result for result in results if not result.failure]
     rates = list(dict.fromkeys(name for result in succeeded for name in result.estimates if "@" in name))
-    columns = [*rates, *(name for name in COLUMNS if any(name in result.estimates for result in succeeded))]
+    columns = [*rates, *(name for name in SHOWN_MEASURES if any(name in result.estimates for result in succeeded))]
 
     def cell(result: ModelResult, name: str) -> str:
         if (estimate := result.estimates.get(name)) is None:
@@ -132,9 +133,6 @@ def length_table(results: Sequence[ModelResult]) -> Table:
             values = [result.estimates[measure].value, *msgspec.structs.astuple(spread)]
             table.add_row(Text(result.name), measure, *(f"{value:.1f}" for value in values))
     return table
-
-
-ShowProgress = Callable[[str, int, int], AbstractContextManager[Callable[[], None]]]
 
 
 @contextmanager

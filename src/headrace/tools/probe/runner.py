@@ -6,7 +6,7 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from headrace.environments.registry import location_of
 from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput, Failure
 from headrace.rollout.types import Task
+from headrace.tools.common import Progress
 from headrace.tools.probe.completions import COMPLETIONS, ScriptedCompletion
 from headrace.tools.probe.report import EpisodeProblem, LoadResult, ProbeEpisode, ProbeReport
 from headrace.tools.probe.worker import TIMEOUT_TEXT, TRACE_DELAY_S
@@ -37,8 +38,6 @@ because they did not stop when cancelled."""
 REWARD_TOLERANCE = 1e-9
 
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
-"""Called with the current activity, the number of finished steps and of all steps (0: unknown)."""
 
 
 class ProbeConfig(Config):

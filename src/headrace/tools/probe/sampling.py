@@ -36,8 +36,8 @@ from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, 
 from headrace.inference.client.served_model import structured_keys
 from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task
+from headrace.tools.common import Progress
 from headrace.tools.probe.report import EpisodeProblem, ProbeReport, SampledEpisodes, SignalPrediction, episode_rewards
-from headrace.tools.probe.runner import Progress
 
 GROUP_SIZES = (4, 8, 16, 32)
 MAX_ATTEMPTS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +21,7 @@ from headrace.rollout.batch import Batch, encode_batch
 from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
+from headrace.tools.common import Progress
 from headrace.tools.replay.report import ReplayReport, compare_metrics, compare_tokens, dissect
 from headrace.tools.replay.source import BundleManifest, ReplaySource, open_run, unpack, with_overrides, write_bundle
 from headrace.transport.digests import check_directory
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 DEFAULT_TOLERANCE = 1e-5
 DEFAULT_ROLLOUTS = 10
 DTYPE = "--trainer.model.dtype"
-
-Progress = Callable[..., None]
 
 
 def replay_step(

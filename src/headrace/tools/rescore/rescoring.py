@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -35,6 +35,7 @@ from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
+from headrace.tools.common import Progress
 from headrace.tools.rescore.comparison import Collector, Comparison
 from headrace.tools.rescore.credit import CreditedGroups, Member, Rescored, rescore
 from headrace.transport.journal import Journal
@@ -42,9 +43,6 @@ from headrace.transport.rollout_files import RolloutFiles
 from headrace.transport.rollout_tables import SavedRollout
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
-"""A function of what is being done, the number of finished steps, and the number of all steps."""
 
 
 class RescoreResult(msgspec.Struct):

@@ -26,6 +26,7 @@ from headrace.tools.compare.view import (
     format_spread,
     significance_limit,
 )
+from headrace.tools.evaluate.report import SHOWN_MEASURES
 from headrace.tools.sweep.plan import format_value
 from headrace.tools.sweep.record import SweepRecord
 from headrace.tools.sweep.results import (
@@ -42,8 +43,6 @@ from headrace.tools.sweep.results import (
 from headrace.transport.files import write_atomically
 
 SCHEMA = 1
-MEASURES = ("format", "tokens", "thinking_tokens", "thinking_words", "truncated", "failed")
-"""Measures of an evaluation that are shown beside avg@k and pass@k."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; max-width: 72rem;
@@ -192,7 +191,7 @@ def _evaluation_table(results: Results) -> Cells:
     if not runs:
         return []
     rates = dict.fromkeys(name for run in runs for name in run.evaluation if "@" in name)
-    measures = [*rates, *(name for name in MEASURES if any(name in run.evaluation for run in runs))]
+    measures = [*rates, *(name for name in SHOWN_MEASURES if any(name in run.evaluation for run in runs))]
     means = {name: results.estimates(name) for name in measures}
     digits = {name: 1 if name == "tokens" or "thinking" in name else 3 for name in measures}
     rows = [
