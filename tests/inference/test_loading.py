@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import BadInput
+from headrace.inference.backend import resolve_max_model_len
 from headrace.inference.embedded import loading
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
@@ -17,7 +18,6 @@ from headrace.inference.embedded.loading import (
     eos_token_ids,
     kv_blocks,
     load_model,
-    max_model_len,
     refuse_unsupported,
 )
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
@@ -85,13 +85,12 @@ def test_chunked_attention_is_refused_by_name() -> None:
         refuse_unsupported(AutoModelForCausalLM.from_config(config), 64)
 
 
-def test_the_context_limit_is_the_models_own_unless_set_lower(model: Any) -> None:
-    assert max_model_len(model, None) == 256
-    assert max_model_len(model, 64) == 64
+def test_the_context_limit_is_the_models_own_unless_set_lower() -> None:
+    assert resolve_max_model_len(256, None) == 256
+    assert resolve_max_model_len(256, 64) == 64
     with refused(key="inference.max_model_len", value=512):
-        max_model_len(model, 512)
-    model.config.max_position_embeddings = 100_000
-    assert max_model_len(model, None) == 4096
+        resolve_max_model_len(256, 512)
+    assert resolve_max_model_len(100_000, None) == resolve_max_model_len(None, None) == 4096
 
 
 def test_every_configured_end_of_sequence_counts(model: Any) -> None:

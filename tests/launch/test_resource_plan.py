@@ -18,8 +18,8 @@ from headrace.launch.resource_plan import (
     Budget,
     Machine,
     ResourcePlan,
+    ResourcePlanner,
     kept_checkpoints,
-    plan_resources,
 )
 from headrace.launch.resources import find_refusal, find_solutions, occupied_bytes
 from headrace.runfile.run import RunConfig
@@ -48,7 +48,8 @@ def rl(trainer: dict[str, Any] | None = None, *, max_steps: int = 10, **sections
 
 
 def planned(config: AnyRun, shape: ModelShape, machine: Machine = H200, placement: Placement = ONE_GPU) -> ResourcePlan:
-    return plan_resources(config, shape, machine, placement, "alternate" if placement.shares_gpu else None)
+    sharing = "alternate" if placement.shares_gpu else None
+    return ResourcePlanner(config, shape, machine, placement, sharing).plan()
 
 
 def refusal(

@@ -17,8 +17,8 @@ from headrace.config.base import ConfigError
 from headrace.config.files import dump
 from headrace.config.launch import set_variables
 from headrace.launch.errors import BadRequest, naming_run, notify
+from headrace.launch.hosts.ray_cluster import check_installed
 from headrace.launch.own_code import add_code_folders, save_folders
-from headrace.launch.ray_bundles import check_installed
 from headrace.launch.run_directory import DirectoryPlan, hold, is_run, plan_directory, refuse_shorter
 from headrace.launch.saved_config import changes, kind_of, pin, save
 from headrace.launch.slurm_job import in_allocation

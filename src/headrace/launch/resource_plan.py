@@ -115,19 +115,12 @@ def gib(size: int) -> str:
     return f"{size / GIB:.1f}"
 
 
-def plan_resources(
-    config: AnyRun, shape: ModelShape, machine: Machine, placement: Placement, sharing: Sharing | None
-) -> ResourcePlan:
-    """Plan a run. `placement` without servers: none is started by the run."""
-    return _Planner(config, shape, machine, placement, sharing).plan()
-
-
 def trainer_of(config: AnyRun) -> TrainingConfig:
     return config.trainer if isinstance(config, RunConfig) else config
 
 
-class _Planner:
-    """The figures of one run that the budgets share."""
+class ResourcePlanner:
+    """Plans one run, from figures that its budgets share. `placement` without servers: the run starts none."""
 
     def __init__(
         self, config: AnyRun, shape: ModelShape, machine: Machine, placement: Placement, sharing: Sharing | None

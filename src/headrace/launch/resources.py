@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from headrace.launch.hosts.local import this_machine
 from headrace.launch.out_of_memory import MEMORY_ADVICE
 from headrace.launch.placement import place
 from headrace.launch.processes import needs_of, sharing_of
-from headrace.launch.resource_plan import Machine, ResourcePlan, gib, plan_resources, trainer_of
+from headrace.launch.resource_plan import Machine, ResourcePlan, ResourcePlanner, gib, trainer_of
 from headrace.machine import HostMemory, file_system, gpu_memory
 from headrace.runfile.run import AnyRun, RunConfig
 
@@ -50,7 +50,10 @@ def plan_here(config: AnyRun, shape: ModelShape, machine: Machine | None = None)
     placement = place([this_machine()], needs_of(config))
     sharing = sharing_of(config, placement)
     machine = machine or measure(config.output_dir)
-    plan = partial(plan_resources, shape=shape, machine=machine, placement=placement, sharing=sharing)
+
+    def plan(run: AnyRun) -> ResourcePlan:
+        return ResourcePlanner(run, shape, machine, placement, sharing).plan()
+
     planned = plan(config)
     lines = [str(budget) for budget in planned.budgets if budget.needed >= MIN_SHOWN_SHARE * budget.available]
     if placement.trains_on_gpus and machine.gpu_memory is None:

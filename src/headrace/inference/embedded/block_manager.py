@@ -18,13 +18,11 @@ PADDING_BLOCK = 0
 """Never allocated: block tables are padded with it, and its content must be finite."""
 
 
-def root_hash(*parts: object) -> bytes:
-    """Return the hash before a sequence's first block; only sequences with equal `parts` share blocks."""
-    return blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
 def block_hash(previous: bytes, tokens: Sequence[int], latents: bytes = b"") -> bytes:
-    """Return the hash of a block with these tokens and their latents, after the block whose hash is `previous`."""
+    """Return the hash of a block with these tokens and their latents, after the block whose hash is `previous`.
+
+    For the first block, `previous` is what sequences must have in common to share blocks.
+    """
     return blake2b(previous + array("q", tokens).tobytes() + latents, digest_size=16).digest()
 
 

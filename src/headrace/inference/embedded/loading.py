@@ -97,10 +97,6 @@ def refuse_unsupported(model: Any, longest: int) -> None:
             )
 
 
-def max_model_len(model: Any, configured: int | None) -> int:
-    return resolve_max_model_len(getattr(model.config.get_text_config(), "max_position_embeddings", None), configured)
-
-
 def cache_memory(model: Any, gigabytes: float | None, shared: ColocatedTrainer | None) -> int:
     """Return the bytes for the KV cache of a loaded model: as configured, or by the free memory.
 
@@ -130,7 +126,8 @@ def load_engine(
     model = load_model(directory, config.model.dtype, trust_remote_code=config.model.trust_remote_code)
     if (config.model.latents is not None and config.model.latents.has_gates) or (directory / GATES_FILE).is_file():
         add_gates(model, directory)
-    longest = max_model_len(model, config.max_model_len)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = resolve_max_model_len(positions, config.max_model_len)
     refuse_unsupported(model, longest)
     running = config.running_at_once(on_gpu=model.device.type == "cuda")
     memory = cache_memory(model, config.kv_cache_gb, shared)

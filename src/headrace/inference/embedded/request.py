@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from headrace.inference.backend import EngineError, GenerationResult, TokenChunk, TopLogprobs
-from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash, root_hash
+from headrace.inference.embedded.block_manager import BLOCK_SIZE, block_hash
 from headrace.inference.embedded.grammar import Matcher
 from headrace.inference.embedded.logits_processing import TokenCounts
 from headrace.inference.schema import SamplingParams
@@ -183,7 +183,8 @@ class Request:
             return
         self._weights = weights
         self.start_span(weights.version)
-        self._hashes = [root_hash(weights.installed, self.adapter and self.adapter.identity, self._cache_salt)]
+        shared_by = (weights.installed, self.adapter and self.adapter.identity, self._cache_salt)
+        self._hashes = [block_hash(repr(shared_by).encode(), ())]
 
     def mark_computed(self, end: int) -> None:
         """Count the tokens before `end` as computed, by the step that is being planned."""

@@ -30,13 +30,12 @@ from headrace.launch.errors import BadRequest, LaunchError
 from headrace.launch.hosts.base import Host, HostProcess, ProcessSpec
 from headrace.launch.hosts.nodes import open_driver
 from headrace.launch.hosts.ray_actors import HOLD_S, POLL_S, HostKeeper, ProcessOwner
-from headrace.launch.hosts.ray_cluster import connect, import_ray, living_nodes
+from headrace.launch.hosts.ray_cluster import connect, describe_shortage, import_ray, living_nodes, make_bundles
 from headrace.launch.node import CANNOT_START
 from headrace.launch.node_messages import LEASE_S, Join, ProcessState, Start
 from headrace.launch.node_registry import natural_order
 from headrace.launch.placement import Needs
 from headrace.launch.process import GRACE_S
-from headrace.launch.ray_bundles import describe_shortage, make_bundles
 from headrace.transport.run_dir import RunDir
 
 ADMIT_S = 2.0

@@ -9,7 +9,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.errors import BAD_INPUT
 from headrace.launch.errors import BadRequest
-from headrace.launch.ray_bundles import ADDRESS_KEY, check_address, describe_shortage, make_bundles
+from headrace.launch.hosts.ray_cluster import ADDRESS_KEY, check_address, describe_shortage, make_bundles
 from headrace.machine import CACHE_VARIABLE
 from tests.end_to_end.runs import REPOSITORY
 
