@@ -60,6 +60,7 @@ def convert(svg: str, format: str) -> bytes:
 
 
 def _draw(axes: Axes, tag: str, attributes: dict[str, str], content: str) -> None:
+    """Draw one element of an SVG chart."""
     from matplotlib.patches import Circle, PathPatch, Rectangle
 
     def number(name: str, otherwise: float = 0.0) -> float:
@@ -100,6 +101,7 @@ def _style(attributes: dict[str, str]) -> dict[str, Any]:
 
 
 def _path(description: str) -> Any:
+    """Return the outline that an SVG path describes, a `matplotlib.path.Path`."""
     from matplotlib.path import Path as Outline
 
     points: list[tuple[float, float]] = []

@@ -169,6 +169,7 @@ def _ended(run: RunState) -> Iterator[Finding]:
 
 
 def _failure(run: RunState, process: str, fact: str, severity: Literal["problem", "warning"] = "problem") -> Finding:
+    """Return the finding of a process that failed, as `out_of_memory` if its message or its log says so."""
     if process in run.memory_errors:
         fact += f". Its log ends with: {run.memory_errors[process][0]}"
     if any(text in fact for text in OUT_OF_MEMORY):  # a restart does not help for long
@@ -181,6 +182,7 @@ def _failure(run: RunState, process: str, fact: str, severity: Literal["problem"
 
 
 def _launcher(run: RunState) -> Iterator[Finding]:
+    """Yield that the launcher is stopped, gone or silent."""
     beat = run.heartbeat
     if beat is None:
         return
@@ -231,6 +233,7 @@ def _family(run: RunState, status: ObservedStatus) -> list[int]:
 
 
 def _disk(run: RunState) -> Iterator[Finding]:
+    """Yield that the disk of the run is full, or has no space for another checkpoint."""
     free = run.free_bytes
     if free is None:
         return
@@ -304,6 +307,7 @@ def _episodes(run: RunState) -> Iterator[Finding]:
 
 
 def _queues(run: RunState) -> Iterator[Finding]:
+    """Yield engines that have had waiting requests for long."""
     for name, status in run.active.items():
         seconds = float(status.gauges.get("saturated_s") or 0.0)
         if seconds < LONG_WAIT_S:
@@ -318,6 +322,7 @@ def _queues(run: RunState) -> Iterator[Finding]:
 
 
 def _stall(run: RunState, stall_s: float) -> Iterator[Finding]:
+    """Yield that no process has shown progress for longer than is usual in this run."""
     if run.heartbeat is None:
         return
     recent = run.history.step_seconds[-RECENT_STEPS:]

@@ -98,6 +98,7 @@ class MetricsCollector:
         self._positions: dict[str, int] | None = None
 
     def collect(self) -> None:
+        """Append the whole lines that processes have written since the last call."""
         parts = [name for name in names(self._directory) if name.endswith(".jsonl")]
         if not parts:
             return
@@ -217,6 +218,7 @@ class History:
         self.moves += any(key in ("progress/rollouts", "loss") or key.startswith("eval/") for key in record)
 
     def _add_evaluations(self, step: int, record: Record) -> None:
+        """Add the scores, and the shares of failed episodes, of the policy version `step`."""
         for key, value in record.items():
             if key.startswith("eval/") and "/avg@" in key and value is not None:
                 name, _, k = key.removeprefix("eval/").rpartition("/avg@")

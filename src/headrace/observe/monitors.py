@@ -140,6 +140,7 @@ class Forwarder:
             log.exception("%s: no more metrics are sent by this process", self._name)
 
     def _forward(self) -> None:
+        """Send the records, and some rollouts of the steps and evaluations, that are new."""
         if records := self._tail.read():
             self._monitor.send(records)
             write_atomically(self._mark, str(self._tail.offset).encode())

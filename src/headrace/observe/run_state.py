@@ -61,6 +61,7 @@ class RunReader:
         return state
 
     def _read_metrics(self) -> None:
+        """Add the new records to the history, which begins again if the file was replaced."""
         size = self._run.metrics.stat().st_size if self._run.metrics.is_file() else 0
         if size < self._size or self._size == 0:  # a resume from an earlier checkpoint has replaced the file
             self._history, self._tail.offset = History(), max(0, size - TAIL_BYTES)

@@ -76,6 +76,7 @@ def render(header: ExportHeader, rows: pa.Table, text_of: Callable[[int], str]) 
 
 
 def headline(header: ExportHeader) -> str:
+    """Return the step, the number of trained tokens by loss, and what the columns mean."""
     losses = ", ".join(f"{count:,} by {name}" for name, count in header.counts.items() if count)
     total = "not finite" if header.gradient_sum is None else f"{header.gradient_sum:.4g}"
     sampled = ""

@@ -68,6 +68,7 @@ def make_pairs(files: RolloutFiles, steps: Sequence[int], choice: Choice) -> Pai
 
 
 def _pairs_of(group: list[Row], choice: Choice, left_out: Counter[str]) -> Iterator[Row]:
+    """Yield the pairs of one group, the largest difference of rewards first."""
     ranked = sorted(group, key=lambda row: (-row["reward"], row["truncated"], row["episode"]))
     # The end of an answer that was cut off is not the model's own, and must not be preferred.
     preferred = [row for row in ranked if not row["truncated"]]

@@ -178,6 +178,7 @@ GOLDEN: dict[str, tuple[Golden, ...]] = {
 
 
 async def worked_numbers(config: AlgorithmConfig, fixtures: Fixtures) -> Verdict:
+    """Compare the credit of a shipped algorithm with the numbers that were worked by hand."""
     worked = GOLDEN.get(config.type, ())
     if not worked:
         return Verdict("does not apply", "only shipped algorithms have worked numbers")

@@ -44,12 +44,16 @@ SMALLER_IS_BETTER = ("loss", "error", "kl")
 
 
 class Ends(msgspec.Struct):
+    """First, best and last value of a metric in one run."""
+
     first: float
     best: float
     last: float
 
 
 class RunReport(msgspec.Struct):
+    """One run in the output of `headrace compare --json`."""
+
     name: str
     path: str
     variant: str
@@ -73,6 +77,8 @@ class SeedRange(msgspec.Struct):
 
 
 class Variant(msgspec.Struct):
+    """Runs that differ only in their seeds."""
+
     name: str
     runs: list[str]
     settings: dict[str, Any]
@@ -210,6 +216,7 @@ def format_setting(value: Any) -> str:
 
 
 def _read(paths: Sequence[Path], notes: list[str]) -> list[_Run]:
+    """Return the runs of these directories; add a note for each that cannot be compared."""
     roots = list(dict.fromkeys((path.parent if path.is_file() else path).resolve() for path in paths))
     runs = []
     for root, name in zip(roots, short_names([*map(str, roots)]), strict=True):

@@ -187,6 +187,7 @@ def _make_sampler(
 
 
 def _token_access(sampler: Sampler) -> ModelAccess:
+    """Return the access to a model through token ids."""
     prompter = sampler.prompter
 
     def written(rollout: Rollout) -> list[str]:
@@ -219,6 +220,7 @@ async def _connect_chat(served: ServedModelUrls, evaluation: Evaluation) -> Serv
 
 
 def _text_access(model: ServedModel, evaluation: Evaluation) -> ModelAccess:
+    """Return the access to a model through chat completions, which return texts."""
     contexts = TextContexts(model, evaluation.sampling, evaluation.seed)
     tokenizer = None if evaluation.tokenizer is None else Tokenizer(model_directory(evaluation.tokenizer))
     count = None if tokenizer is None else lambda text: len(tokenizer.encode(text))

@@ -42,6 +42,8 @@ ShowProgress = Callable[[str, int, int], AbstractContextManager[Callable[[], Non
 
 
 class EvaluationOutcome(NamedTuple):
+    """The result of one model, and its episodes."""
+
     result: ModelResult
     scored: list[ScoredEpisode]
     error: Exception | None = None

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def show_progress(console: Console) -> Iterator[ShowProgress]:
     It takes the model's name, the number of finished episodes and of all, and yields a callback for finished episodes.
     """
     if not console.is_terminal:
-        yield _print_progress(console)
+        yield partial(_print_progress, console)
         return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as bars:
@@ -156,25 +157,15 @@ def show_progress(console: Console) -> Iterator[ShowProgress]:
         yield show
 
 
-def _print_progress(console: Console) -> ShowProgress:
-    def print_line(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
-    @contextmanager
-    def show(name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
-        ended = done
-
-        def count() -> None:
-            nonlocal ended
-            ended += 1
-
-        print_line(f"{name}: {total - done} of {total} episodes to run")
-        try:
-            yield count
-        finally:
-            print_line(f"{name}: {ended} of {total} episodes done")
-
-    return show
+@contextmanager
+def _print_progress(console: Console, name: str, done: int, total: int) -> Iterator[Callable[[], None]]:
+    """Print a line when a model begins and when it ends."""
+    ended: list[None] = []
+    console.print(f"{name}: {total - done} of {total} episodes to run", soft_wrap=True)
+    try:
+        yield lambda: ended.append(None)
+    finally:
+        console.print(f"{name}: {done + len(ended)} of {total} episodes done", soft_wrap=True)
 
 
 CHARACTER = 7.2

@@ -41,6 +41,8 @@ EngineSet = Sequence[Mapping[str, str]]
 
 
 class Machine(NamedTuple):
+    """The resources of a machine that engines and runs share."""
+
     gpus: Sequence[str]
     cores: int
     memory: int

@@ -44,6 +44,8 @@ STATE_FOLDERS = ("batches", "reference")
 
 
 class Contents(NamedTuple):
+    """What is uploaded to a repository."""
+
     kind: Kind
     name: str
     files: dict[str, Content]
@@ -68,6 +70,7 @@ class Parts(NamedTuple):
 
 
 def contents_of_run(directory: Path, repo: str, parts: Parts) -> Contents:
+    """Return the final model, configuration and metrics of a run, with further `parts`."""
     run, name = RunDir(directory), run_title(RunDir(directory))
     if parts.resume_state and in_use(directory):
         fact = "the run is at work: its files would be of two moments"
@@ -107,6 +110,7 @@ def _refuse_damage(directory: Path, folders: Sequence[str]) -> None:
 
 
 def _checkpoint_folders(run: RunDir, parts: Parts) -> list[str]:
+    """Return the folders of the chosen checkpoints, relative to the run."""
     by_step = checkpoints(run.root)
     for step in parts.steps:
         if step not in by_step:

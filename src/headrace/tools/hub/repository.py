@@ -92,6 +92,8 @@ class Snapshot(NamedTuple):
 
 
 class Repository:
+    """A model or dataset repository of the hub."""
+
     def __init__(self, name: str, kind: RepoType, token_var: str) -> None:
         for variable in OFFLINE_VARIABLES:
             if os.environ.get(variable, "").upper() in constants.ENV_VARS_TRUE_VALUES:

@@ -41,6 +41,8 @@ Print = Callable[[str], None]
 
 
 class PushPlan(NamedTuple):
+    """What a push uploads and deletes."""
+
     uploads: dict[str, Content]
     deleted: list[str]
     unchanged: int
@@ -118,6 +120,8 @@ def _check_owner(contents: Contents, there: dict[str, Checksum], manifest: HubMa
 
 
 class Download(NamedTuple):
+    """A file of a repository, and where it is written."""
+
     path: str
     target: Path
     checksum: Checksum
@@ -128,6 +132,8 @@ class Download(NamedTuple):
 
 
 class PullPlan(NamedTuple):
+    """What a pull downloads."""
+
     kind: str
     commit: str
     downloads: list[Download]

@@ -38,6 +38,8 @@ BEYOND_RUNS = f"{HUGE_CHARS >> 20} MB"
 
 
 class ProbeFinding(msgspec.Struct, frozen=True):
+    """A problem of an environment: what was seen, and what to do about it."""
+
     severity: Severity
     seen: str
     do: str

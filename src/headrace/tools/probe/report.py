@@ -139,6 +139,8 @@ class SampledEpisodes(msgspec.Struct):
 
 
 class ProbeReport(msgspec.Struct):
+    """All that a probe has measured."""
+
     environment: str
     args: dict[str, Any]
     opening: LoadResult

@@ -56,6 +56,8 @@ class Share(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
+    """The credit of the same rollouts then and now."""
+
     groups: int
     rollouts: int
     then: Side

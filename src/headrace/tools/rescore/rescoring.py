@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 
 class RescoreResult(msgspec.Struct):
+    """The new credit of a run's rollouts beside the saved one."""
+
     comparison: Comparison
     advantages: np.ndarray
     """A row per rollout: its mean advantage then and now, NaN without advantages."""

@@ -21,6 +21,8 @@ RUN_BYTES = 3 << 30
 
 
 class Job(NamedTuple):
+    """A run of a sweep as a command."""
+
     name: str
     directory: Path
     words: Sequence[str]

@@ -31,6 +31,8 @@ RESERVED = frozenset({"eval", "logs"})
 
 
 class PlannedRun(NamedTuple):
+    """A point of a sweep with one of its seeds."""
+
     variant: str
     """The name of its point; runs of one variant differ only in their seeds."""
     values: Values

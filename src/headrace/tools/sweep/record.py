@@ -29,6 +29,8 @@ State = Literal["waiting", "running", "unfinished", "failed", "finished"]
 
 
 class RunRecord(msgspec.Struct):
+    """A run of the sweep: what it sets, and how it ended."""
+
     name: str
     """The name of its folder."""
     variant: str
@@ -42,6 +44,8 @@ class RunRecord(msgspec.Struct):
 
 
 class SweepRecord(msgspec.Struct):
+    """The content of `sweep.json`."""
+
     schema: int = SCHEMA
     files: list[str] = msgspec.field(default_factory=list)
     """The run files."""

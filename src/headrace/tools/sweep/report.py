@@ -64,6 +64,8 @@ class SweepReport(NamedTuple):
 
 
 class Section(NamedTuple):
+    """A part of the report: its charts, its table and its notes."""
+
     title: str
     charts: Sequence[Chart] = ()
     cells: Cells | None = None

@@ -55,6 +55,8 @@ class RunResult(msgspec.Struct):
 
 
 class Results(NamedTuple):
+    """The numbers and curves of a sweep's runs."""
+
     runs: list[RunResult]
     curves: dict[str, dict[str, list[Curve]]]
     """By metric and variant, one per run that has reported it."""
