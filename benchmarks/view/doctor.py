@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from headrace.observe.heartbeat import HeartbeatContent
+from headrace.observe.run_state import HeartbeatContent
 from headrace.observe.status import Status
 from headrace.transport.run_dir import RunDir
 

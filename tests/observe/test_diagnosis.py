@@ -25,14 +25,19 @@ from headrace.observe.diagnosis import (
     STALL_S,
     Finding,
     Notices,
-    RunState,
     diagnose,
     signs_of_progress,
     works_long,
 )
-from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
-from headrace.observe.run_state import TAIL_BYTES, RunReader, last_lines, unreachable_servers
+from headrace.observe.run_state import (
+    TAIL_BYTES,
+    HeartbeatContent,
+    RunReader,
+    RunState,
+    last_lines,
+    unreachable_servers,
+)
 from headrace.observe.status import ObservedStatus, Progress, Status, not_up
 from headrace.transport.files import MARKER
 from headrace.transport.run_dir import RunDir

@@ -10,8 +10,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from headrace.observe import terminal
-from headrace.observe.diagnosis import Finding, RunState, diagnose
+from headrace.observe.diagnosis import Finding, diagnose
 from headrace.observe.metrics import History
+from headrace.observe.run_state import RunState
 from headrace.observe.status import ObservedStatus, Progress, activity
 from headrace.observe.terminal import (
     LABEL_WIDTH,

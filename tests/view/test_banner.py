@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from headrace.observe.diagnosis import diagnose
-from headrace.observe.heartbeat import HeartbeatContent
-from headrace.observe.run_state import RunReader
+from headrace.observe.run_state import HeartbeatContent, RunReader
 from headrace.observe.status import Status
 from headrace.transport.run_dir import RunDir
 from tests.end_to_end.runs import headrace

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.observe.diagnosis import RECENT_STEPS
-from headrace.observe.heartbeat import HeartbeatContent
 from headrace.observe.metrics import History
 from headrace.observe.prometheus import family_head, sample_line
+from headrace.observe.run_state import HeartbeatContent
 from headrace.observe.status import ObservedStatus
 from headrace.transport.files import write_atomically
 

@@ -33,9 +33,9 @@ from headrace.launch.out_of_memory import MEMORY_ADVICE, OomMonitor, OutOfMemory
 from headrace.launch.process import SAVE_AND_STOP, signals_to
 from headrace.launch.restarts import RESTART_DELAY_S, HostWait, Recovery, Restarts
 from headrace.machine import HostMemory
-from headrace.observe.diagnosis import STALL_S, Finding, RunState, diagnose, signs_of_progress, works_long
+from headrace.observe.diagnosis import STALL_S, Finding, diagnose, signs_of_progress, works_long
 from headrace.observe.metrics import History, MetricsCollector, Tail
-from headrace.observe.run_state import add_machine
+from headrace.observe.run_state import RunState, add_machine
 from headrace.observe.status import ObservedStatus, StatusReader, is_up, not_up
 from headrace.observe.terminal import View
 from headrace.transport.run_dir import RunDir

@@ -8,23 +8,19 @@ long a step takes does not matter.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from headrace.machine import KernelProcess
-from headrace.observe.heartbeat import HeartbeatContent
-from headrace.observe.metrics import History
-from headrace.observe.status import ENDED, THE_GPU, ObservedStatus, ProcessStatus, activity, duration
+from headrace.observe.run_state import OUT_OF_MEMORY, RunState
+from headrace.observe.status import THE_GPU, ObservedStatus, ProcessStatus, activity, duration
 
 STALL_S = 45.0
 """Time without a sign of progress after which a run is stalled."""
-LONGER, SURELY_LONGER = 1.25, 2.0
-"""Multiples of the longest recent time without a sign from which on a run is probably and surely stalled."""
+SURELY_LONGER = 2.0
+"""Multiple of the longest recent time without a sign of progress from which on a run is surely stalled."""
 SILENT_S = 30.0
 """Time without a heartbeat after which a process is reported."""
 LONG_WAIT_S = 30.0
@@ -49,8 +45,6 @@ FULL_CACHE = 0.9
 """Use of the KV cache from which on memory is what limits an engine."""
 CLOCK_S = 3600.0
 """Time for which a clock that was set is reported."""
-OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "MemoryError")
-"""Texts in the errors of a process that lacks memory."""
 STARVED_S = 10.0
 """Time without progress from which on an error about memory in a log explains it."""
 MIB = 1 << 20
@@ -69,56 +63,6 @@ class Finding(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.process}: {self.fact.rstrip('.')}. {self.fix}".rstrip()
-
-
-@dataclass
-class RunState:
-    """What is known of a run at one moment."""
-
-    history: History
-    """Its recent steps at least."""
-    statuses: Mapping[str, ObservedStatus]
-    heartbeat: HeartbeatContent | None = None
-    silent_s: float = 0.0
-    """Seconds since the heartbeat was written."""
-    host: str = ""
-    """The host that the processes below are on."""
-    processes: Mapping[int, KernelProcess] = field(default_factory=dict)
-    free_bytes: int | None = None
-    checkpoint_bytes: int = 0
-    """Size of the newest checkpoint."""
-    memory_errors: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By process: the last line about lack of memory near the end of its log, and the log's age in seconds."""
-    unreachable: Mapping[str, str] = field(default_factory=dict)
-    """Models on other servers that do not accept a connection: by name, address and reason."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.heartbeat is None or self.heartbeat.state == "running"
-
-    @property
-    def active(self) -> dict[str, ObservedStatus]:
-        """Return the status of each process that has not ended."""
-        return {name: status for name, status in self.statuses.items() if status.state not in ENDED}
-
-    @property
-    def still_s(self) -> float | None:
-        """Return the seconds since the last step, evaluation, micro-batch or rollout; None if that is unknown."""
-        if self.heartbeat is None:
-            return None
-        ages = [status.age(status.progress.since) for status in self.active.values() if status.progress]
-        return min([self.heartbeat.time - self.heartbeat.last_progress + self.silent_s, *ages])
-
-    @property
-    def quiet_s(self) -> float:
-        """Return the seconds since the last sign of progress of any process; infinite if that is unknown."""
-        if (beat := self.heartbeat) is None:
-            return math.inf
-        return beat.time - (beat.last_sign or beat.last_progress) + self.silent_s
-
-    def usual_s(self, least_s: float, factor: float = LONGER) -> float:
-        """Return for how many seconds this run may show no progress, at least `least_s`."""
-        return max(least_s, factor * (self.heartbeat.longest_quiet_s if self.heartbeat is not None else 0.0))
 
 
 def signs_of_progress(statuses: Mapping[str, ProcessStatus]) -> object:

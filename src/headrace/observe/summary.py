@@ -17,8 +17,8 @@ import msgspec
 
 from headrace.errors import BadInput
 from headrace.observe.chart import reward_chart
-from headrace.observe.heartbeat import read_heartbeat
 from headrace.observe.metrics import Curve, History, read_metrics
+from headrace.observe.run_state import read_heartbeat
 from headrace.observe.status import duration
 from headrace.safe_text import CONTINUATION, escape_line, escape_markdown, markdown_table
 from headrace.transport.files import write_atomically

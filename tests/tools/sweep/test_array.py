@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from headrace.cli.main import main
-from headrace.observe.heartbeat import HeartbeatContent
+from headrace.observe.run_state import HeartbeatContent
 from headrace.tools.sweep.record import note_outcomes, read_record
 from tests.cli.run_files import RUN_FILE
 from tests.launch.slurm_stand_in import SUBMIT, install, options

@@ -16,7 +16,7 @@ from headrace.config.base import Config
 from headrace.errors import BadInput
 from headrace.launch.errors import BadRequest
 from headrace.launch.run_directory import DirectoryPlan, in_use, is_run
-from headrace.observe.heartbeat import HeartbeatContent
+from headrace.observe.run_state import HeartbeatContent
 from headrace.tools.compare.inputs import differences, settings_of
 from headrace.tools.sweep.plan import PlannedRun, folder_name
 from headrace.transport.files import write_atomically

@@ -23,8 +23,7 @@ from headrace.config.files import read_toml
 from headrace.errors import BadInput
 from headrace.launch.run_directory import is_run
 from headrace.observe.diagnosis import SILENT_S, diagnose
-from headrace.observe.heartbeat import read_heartbeat
-from headrace.observe.run_state import RunReader
+from headrace.observe.run_state import RunReader, read_heartbeat
 from headrace.observe.status import ENDED, ObservedStatus
 from headrace.observe.summary import Summary, summary_rows
 from headrace.runfile.reading import leaves
