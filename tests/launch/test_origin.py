@@ -82,7 +82,7 @@ def test_two_that_start_at_once_make_it_once(cache: Path) -> None:
         made.append(draft)
         return write_model(draft)
 
-    threads = [threading.Thread(target=origin._cached, args=("abc", "m", make)) for _ in range(2)]
+    threads = [threading.Thread(target=origin._create_once, args=("abc", "m", make)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -97,9 +97,9 @@ def test_what_was_cut_short_is_not_taken_for_a_model(cache: Path) -> None:
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
-        origin._cached("abc", "m", fail)
+        origin._create_once("abc", "m", fail)
     assert not (cache / "abc").exists()
-    assert origin._cached("abc", "m", lambda draft, _: write_model(draft)) == cache / "abc"
+    assert origin._create_once("abc", "m", lambda draft, _: write_model(draft)) == cache / "abc"
 
 
 def test_an_sft_file_that_is_missing_or_starts_from_itself_is_refused(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_an_sft_file_from_a_model_that_is_missing_names_the_model(tmp_path: Path
 
 
 def test_an_sft_files_environment_may_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origin, "_cached", lambda digest, what, make: Path(digest))
+    monkeypatch.setattr(origin, "_create_once", lambda digest, what, make: Path(digest))
     (tmp_path / "config.json").write_text("{}")
     file, code = tmp_path / "sft.toml", tmp_path / "lies_beside.py"
     file.write_text(f'max_steps = 1\nseq_len = 8\n[model]\nname = "{tmp_path}"\n[data]\nenv = "lies_beside:Mine"\n')
@@ -148,29 +148,29 @@ def test_data_is_known_by_its_content(tmp_path: Path) -> None:
     file = directory / "a.jsonl"
     file.write_text("1\n")
     sources = [SftDataConfig(path=file), SftDataConfig(path=directory), SftDataConfig(name=str(directory))]
-    before = [origin._content(source) for source in sources]
-    assert [origin._content(source) for source in sources] == before
+    before = [origin._hash_of_examples(source) for source in sources]
+    assert [origin._hash_of_examples(source) for source in sources] == before
     assert before[1] == before[2] != before[0]
     file.write_text("2\n")
-    changed = [origin._content(source) for source in sources]
+    changed = [origin._hash_of_examples(source) for source in sources]
     assert not set(before) & set(changed)
     (directory / "b.jsonl").write_text("3\n")
-    assert origin._content(sources[0]) == changed[0]
-    assert origin._content(sources[1]) != changed[1]
-    assert origin._content(SftDataConfig(name="openai/gsm8k")) == ""
+    assert origin._hash_of_examples(sources[0]) == changed[0]
+    assert origin._hash_of_examples(sources[1]) != changed[1]
+    assert origin._hash_of_examples(SftDataConfig(name="openai/gsm8k")) == ""
     with refused(ConfigError, key="data.path"):
-        origin._content(SftDataConfig(path=tmp_path / "none.jsonl"))
+        origin._hash_of_examples(SftDataConfig(path=tmp_path / "none.jsonl"))
 
 
 def test_a_users_environment_is_known_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = SftDataConfig(env="my_environment:Mine")
     (tmp_path / "my_environment.py").write_text("one = 1\n")
-    before = origin._content(data)
+    before = origin._hash_of_examples(data)
     (tmp_path / "my_environment.py").write_text("one = 2\n")
     assert before
-    assert origin._content(data) not in ("", before)
-    assert origin._content(SftDataConfig(env="reverse-text")) == ""
+    assert origin._hash_of_examples(data) not in ("", before)
+    assert origin._hash_of_examples(SftDataConfig(env="reverse-text")) == ""
 
 
 @pytest.mark.parametrize("env", ["gsm8k", "my_environment:Mine"])
@@ -183,9 +183,9 @@ def test_files_in_the_args_of_an_environment_are_known_by_their_content(
     sources = ["data/a.jsonl", str(tmp_path / "data" / "a.jsonl"), "data", ["none", {"of": "data"}]]
     datas = [SftDataConfig(env=env, args={"limit": 3, "split": "train", "source": source}) for source in sources]
     (tmp_path / "data" / "a.jsonl").write_text("1\n")
-    before = [origin._content(data) for data in datas]
-    assert [origin._content(data) for data in datas] == before
+    before = [origin._hash_of_examples(data) for data in datas]
+    assert [origin._hash_of_examples(data) for data in datas] == before
     (tmp_path / "data" / "a.jsonl").write_text("2\n")
-    assert not set(before) & {origin._content(data) for data in datas}
+    assert not set(before) & {origin._hash_of_examples(data) for data in datas}
     without = SftDataConfig(env=env, args={"source": "openai/gsm8k", "ask": "x" * 5000, "note": "\0", "no": ""})
-    assert origin._content(without) == origin._content(SftDataConfig(env=env))
+    assert origin._hash_of_examples(without) == origin._hash_of_examples(SftDataConfig(env=env))

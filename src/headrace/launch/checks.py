@@ -155,7 +155,7 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
         tokenizer = shared_tokenizer(subject.model)
         subject.shape = read_shape(subject.model)
     except BadInput as error:
-        yield from _with_key(error, "model")
+        yield from _problems_with_key(error, "model")
         return
     owners: dict[str, Any] = {"": config}
     if isinstance(config, RunConfig):
@@ -171,7 +171,7 @@ def check_model(subject: Subject) -> Iterator[BadInput]:
             error.key = f"{key}.{error.key}"
             yield error
         except BadInput as error:
-            yield from _with_key(error, "model", config.model.name)
+            yield from _problems_with_key(error, "model", config.model.name)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             fact = f"the renderer does not fit the tokenizer of {subject.model}: {error}"
             yield BadInput(fact, key=f"{key}.name", value=section.name)
@@ -210,18 +210,18 @@ def check_own_code(subject: Subject) -> Iterator[BadInput]:
     for number, env in enumerate(config.train.env):
         own = f"orchestrator.train.env.{number}"
         algo_key = "orchestrator.algo" if env.algo is None else f"{own}.algo"
-        yield from _try(algo_key, config.algo_of(env).check_imports)
+        yield from _problems_raised_by(algo_key, config.algo_of(env).check_imports)
         curriculum = config.curriculum_of(env)
         for chosen in (curriculum.sampler, curriculum.gate):
             if chosen is not None:
-                yield from _try(f"{own}.curriculum", chosen.check_imports)
+                yield from _problems_raised_by(f"{own}.curriculum", chosen.check_imports)
     if isinstance(loss := subject.config.trainer.loss, CustomLossConfig):
-        yield from _try("trainer.loss.import_path", check_function_source, loss.import_path, loss.kwargs)
+        yield from _problems_raised_by("trainer.loss.import_path", check_function_source, loss.import_path, loss.kwargs)
     for slot in ("pre_batch_filters", "post_batch_filters"):
         for number, entry in enumerate(getattr(config, slot)):
             if isinstance(entry, CustomFilterConfig):
                 key = f"orchestrator.{slot}.{number}.import_path"
-                yield from _try(key, load_function, entry.import_path, entry.kwargs, "filter")
+                yield from _problems_raised_by(key, load_function, entry.import_path, entry.kwargs, "filter")
 
 
 def check_completions(subject: Subject) -> Iterator[BadInput]:
@@ -249,9 +249,9 @@ def check_environments(subject: Subject) -> Iterator[BadInput]:
     for key, entry, defaults, seq_len in _environments(subject.config):
         try:
             with message_if_slow(f"loading environment {entry.name}"):
-                lengths = _lengths(subject, entry, f"{key}.id")
+                lengths = _measure_prompts(subject, entry, f"{key}.id")
         except Exception as error:
-            yield from _refusals(subject, error, f"{key}.id", entry.id)
+            yield from _problems_or_notice(subject, error, f"{key}.id", entry.id)
             continue
         if lengths:
             sampling = entry.sampling.over(defaults)
@@ -276,7 +276,7 @@ def check_data(subject: Subject) -> Iterator[BadInput]:
             with message_if_slow(f"reading {name}"), closing(_examples(source, name, subject.config.seed)) as examples:
                 yield from _check_example_lengths(subject, name, examples)
         except Exception as error:
-            for problem in _refusals(subject, error, name, getattr(source, origin)):
+            for problem in _problems_or_notice(subject, error, name, getattr(source, origin)):
                 if problem.key and problem.key.startswith("columns."):
                     problem.key = f"{key}.{problem.key}"
                 yield problem
@@ -334,7 +334,7 @@ def _environments(config: AnyRun) -> list[tuple[str, EnvConfig, Any, int]]:
     ]
 
 
-def _lengths(subject: Subject, entry: EnvConfig, key: str) -> list[int]:
+def _measure_prompts(subject: Subject, entry: EnvConfig, key: str) -> list[int]:
     """Create an environment and return the lengths of its prompts, if they can be measured."""
     args = dict(entry.args)
     if entry.id == "hackable" and subject.model is not None:
@@ -406,21 +406,22 @@ def _check_example_lengths(subject: Subject, key: str, examples: Iterator[Exampl
     subject.lines.append(f"examples of {key}: {shortest} to {longest} tokens ({count} sampled)")
 
 
-def _try(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[BadInput]:
+def _problems_raised_by(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[BadInput]:
+    """Call a check, and yield the problems that it raises, under the key where the user set its subject."""
     try:
         check(*arguments)
     except Exception as error:
         for problem in explain(error, key).problems:
-            problem.key = key  # where the user set it; the check names only its kind ("filter")
+            problem.key = key  # the check names only its kind ("filter")
             yield problem
 
 
-def _refusals(subject: Subject, error: Exception, key: str, value: Any) -> Iterator[BadInput]:
+def _problems_or_notice(subject: Subject, error: Exception, key: str, value: Any) -> Iterator[BadInput]:
     """Yield the problems of an error; data that must not be downloaded now becomes a notice."""
     if isinstance(error, DataNotHere) and not subject.downloads:
         subject.notices.append(f"{key} = {value}: {error.file} is not downloaded yet and was not checked")
     else:
-        yield from _with_key(explain(error, key, value), key, value)
+        yield from _problems_with_key(explain(error, key, value), key, value)
 
 
 @contextmanager
@@ -436,7 +437,7 @@ def hub_offline() -> Iterator[None]:
             os.environ["HF_HUB_OFFLINE"] = before
 
 
-def _with_key(error: BadInput, key: str, value: Any = None) -> Iterator[BadInput]:
+def _problems_with_key(error: BadInput, key: str, value: Any = None) -> Iterator[BadInput]:
     """Yield the problems of an error, each with a key."""
     for problem in error.problems:
         if problem.key is None:

@@ -155,7 +155,7 @@ class NodeAgent:
                 if joined is None:
                     return 128 + self._signals[0]
                 client, facts = joined
-                service = NodeService(self._name, self._nonce, client, facts.lease_s, self._signals, self._show)
+                service = NodeService(self._name, self._nonce, client, facts.lease_s, self._signals, self._write_state)
                 code = service.run()
                 client.close()
                 if code is not None:
@@ -163,7 +163,7 @@ class NodeAgent:
                 log.warning("the lease of this host is lost, its processes are killed; joining again")
                 wait_s = facts.rejoin_s
 
-    def _show(self, state: str) -> None:
+    def _write_state(self, state: str) -> None:
         """Write the state of this host for probes, which also see from the time of the file that the agent is alive."""
         if self._state is not None:
             self._state.write_text(state)
@@ -173,7 +173,7 @@ class NodeAgent:
         replaces, self._nonce = self._nonce, secrets.token_hex(8)  # one for all attempts: an answer may be lost
         deadline, said = time.monotonic() + wait_s, ""
         while not self._signals:
-            self._show("waiting")
+            self._write_state("waiting")
             try:
                 client = DriverClient(find_driver(self._run))
                 facts = self._join_once(client, replaces)
@@ -245,7 +245,7 @@ class NodeService:
         show: Callable[[str], None],
     ) -> None:
         self._path, self._nonce, self._client, self._signals = f"/nodes/{name}/report", nonce, client, signals
-        self._show = show
+        self._write_state = show
         self._processes = NodeProcesses()
         self._lease = Lease(lease_s, self._processes)
         self._dials = ThreadPoolExecutor(MAX_DIALS, "dial")
@@ -260,7 +260,7 @@ class NodeService:
         """Return the exit code, or None if the lease is lost."""
         try:
             while not self._lease.is_lost:
-                self._show(JOINED)
+                self._write_state(JOINED)
                 if self._signals and self._stopping is None:
                     log.warning("%s: stopping the processes of this host", signal.Signals(self._signals[0]).name)
                     self._stop()

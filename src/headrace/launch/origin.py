@@ -40,9 +40,9 @@ TINY_RECIPE = 2
 def resolve(model: ModelConfig, trail: tuple[Path, ...] = ()) -> str:
     """Return the directory of a model, which is created or downloaded if necessary."""
     if model.sft is not None:
-        return str(_trained(model.sft, trail))
+        return str(_resolve_trained(model.sft, trail))
     if model.init is not None:
-        return str(_cached(_digest(f"{model.init} {TINY_RECIPE} {TINY_SEED}"), f"{model.init} model", _write_tiny))
+        return str(_create_once(_digest(f"{model.init} {TINY_RECIPE} {TINY_SEED}"), f"{model.init} model", _write_tiny))
     if model.name is not None:
         return str(model_directory(model.name, "model.name").absolute())
     raise ConfigError("not set", key="model", fix="Set model.name, model.init or model.sft.")
@@ -54,7 +54,7 @@ def model_of_run(run: RunDir) -> str | None:
     return name if name is not None and os.path.isdir(name) else None
 
 
-def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
+def _resolve_trained(file: Path, trail: tuple[Path, ...]) -> Path:
     """Return the model that an SFT run file trains. `trail` are the run files that depend on it."""
     config, notices = read_model_file(file, trail)
     notify(*notices)
@@ -78,11 +78,11 @@ def _trained(file: Path, trail: tuple[Path, ...]) -> Path:
             raise SystemExit(code)  # interrupted, which the launcher has reported
         return run.final_model
 
-    digest = _digest(recipe, base, _content(config.data))
-    return _cached(digest, f"model of {os.path.relpath(file)}", train)
+    digest = _digest(recipe, base, _hash_of_examples(config.data))
+    return _create_once(digest, f"model of {os.path.relpath(file)}", train)
 
 
-def _content(data: SftDataConfig) -> str:
+def _hash_of_examples(data: SftDataConfig) -> str:
     """Return a hash of the examples: of data files, or of the code of a user's environment and the files in its args.
 
     A dataset on the hub and a built-in environment are identified by their names alone.
@@ -90,41 +90,41 @@ def _content(data: SftDataConfig) -> str:
     if data.path is not None:
         if not data.path.exists():
             raise ConfigError("no such file or directory", key="data.path", value=data.path)
-        return _hash(data.path)
+        return _hash_of_path(data.path)
     if data.name is not None and Path(data.name).is_dir():
-        return _hash(Path(data.name))
+        return _hash_of_path(Path(data.name))
     if data.env is not None:
-        code = [_code_of(data.env.partition(":")[0])] if ":" in data.env else []
-        return " ".join(code + [_hash(Path(text)) for text in _texts(data.args) if os.path.exists(text)])
+        code = [_hash_of_module(data.env.partition(":")[0])] if ":" in data.env else []
+        return " ".join(code + [_hash_of_path(Path(text)) for text in _strings_in(data.args) if os.path.exists(text)])
     return ""
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _strings_in(value: Any) -> Iterator[str]:
     """Yield all strings in an argument, also in lists and tables: any of them may be the path of a file."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from _strings_in(inner)
 
 
-def _code_of(module: str) -> str:
+def _hash_of_module(module: str) -> str:
     """Return the hash of a module's file as the trainer will find it, without the modules that it imports."""
     name = Path(*module.split("."))
     for folder in (*sys.path, os.getcwd()):
         for file in (Path(folder) / name.with_suffix(".py"), Path(folder) / name / "__init__.py"):
             if file.is_file():
-                return _hash(file)
+                return _hash_of_path(file)
     return ""
 
 
-def _hash(path: Path) -> str:
+def _hash_of_path(path: Path) -> str:
     """Return the hash of a file, or of all files below a directory."""
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    return _digest(*(f"{file.relative_to(path)} {_hash(file)}" for file in files))
+    return _digest(*(f"{file.relative_to(path)} {_hash_of_path(file)}" for file in files))
 
 
 def _write_tiny(draft: Path, held: int) -> Path:
@@ -138,7 +138,7 @@ def _write_tiny(draft: Path, held: int) -> Path:
     return draft / "model"
 
 
-def _cached(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
+def _create_once(digest: str, what: str, make: Callable[[Path, int], Path]) -> Path:
     """Return a model from the cache, after creating it if necessary.
 
     `make` fills a draft directory and returns the path of the model in it. Its second argument is the descriptor of the

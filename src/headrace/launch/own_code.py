@@ -38,7 +38,7 @@ def add_code_folders(files: Sequence[Path]) -> list[str]:
     folders = [os.getcwd()]
     for file in files:
         run = RunDir(file.resolve().parent)
-        folders += [str(run.root), *(_saved(run) if file.resolve() == run.config else ())]
+        folders += [str(run.root), *(_read_folders(run) if file.resolve() == run.config else ())]
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*(path.split(os.pathsep) if path else ()), *folders]))
     return _add_to_path(folders)
@@ -46,15 +46,15 @@ def add_code_folders(files: Sequence[Path]) -> list[str]:
 
 def add_code_folders_of(run: RunDir) -> None:
     """Make the modules of a run and of the working directory importable."""
-    _add_to_path([*_saved(run), os.getcwd()])
+    _add_to_path([*_read_folders(run), os.getcwd()])
 
 
 def save_folders(folders: Sequence[str], run: RunDir) -> None:
     write_atomically(run.code_folders, seal(CodeFolders(list(folders))))
 
 
-def _saved(run: RunDir) -> list[str]:
-    """Return no folders for a run of an older version, or one without a launcher."""
+def _read_folders(run: RunDir) -> list[str]:
+    """Return the saved folders of a run; none for a run of an older version, or one without a launcher."""
     if not run.code_folders.is_file():
         return []
     content = run.code_folders.read_bytes()

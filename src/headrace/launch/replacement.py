@@ -118,6 +118,7 @@ def _find_room(server: Place, hosts: Sequence[Host], staying: Sequence[Place], g
 
 
 def _in_order(places: Sequence[Place]) -> tuple[Place, ...]:
+    """Sort processes in the order of their start."""
     roles = ("inference", "trainer", "orchestrator")
     return tuple(sorted(places, key=lambda place: (roles.index(place.role), place.number)))
 

@@ -109,22 +109,22 @@ def submitted(script: str) -> Iterator[str]:
     job = submit(script, LATER)
     try:
         yield job
-        _ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        _run_slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
     except BaseException:
-        _ask("scancel", job)
+        _run_slurm("scancel", job)
         raise
 
 
 def submit(script: str, *options: str) -> str:
     """Submit a script and return the id of its job. Raises `BadRequest` with SLURM's own message."""
-    done = _ask("sbatch", "--parsable", *options, script=script)
+    done = _run_slurm("sbatch", "--parsable", *options, script=script)
     words = SUBMITTED.match(done)
     if words is None:
         raise BadRequest(f"sbatch printed no job id: {done}", key="launch.on", value="slurm")
     return words[1]
 
 
-def _ask(*command: str, script: str = "") -> str:
+def _run_slurm(*command: str, script: str = "") -> str:
     """Run a command of SLURM and return its output. Raises `BadRequest` if it is missing or refuses."""
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -143,7 +143,7 @@ def _ask(*command: str, script: str = "") -> str:
 
 def time_until_down() -> float:
     """Return the seconds after which SLURM considers a host that does not answer as down (`SlurmdTimeout`)."""
-    seconds = re.search(r"^SlurmdTimeout\s*=\s*(\d+) sec", _ask("scontrol", "show", "config"), re.MULTILINE)
+    seconds = re.search(r"^SlurmdTimeout\s*=\s*(\d+) sec", _run_slurm("scontrol", "show", "config"), re.MULTILINE)
     return float(seconds[1]) if seconds else 0.0
 
 
@@ -165,8 +165,8 @@ def requeue_without_launcher(heartbeat: Path) -> None:
 
 def _first_host_is_down() -> bool:
     try:
-        job = re.search(r"\bBatchHost=(\S+)", _ask("scontrol", "--oneliner", "show", "job", os.environ[JOB_VAR]))
-        state = _ask("sinfo", "--noheader", f"--nodes={job[1]}", "--format=%T") if job else ""
+        job = re.search(r"\bBatchHost=(\S+)", _run_slurm("scontrol", "--oneliner", "show", "job", os.environ[JOB_VAR]))
+        state = _run_slurm("sinfo", "--noheader", f"--nodes={job[1]}", "--format=%T") if job else ""
     except BadRequest as error:  # the controller does not answer at the moment
         log.warning("%s", error)
         return False
@@ -175,4 +175,4 @@ def _first_host_is_down() -> bool:
 
 def requeue() -> None:
     """Queue this job again, which ends it. Raises `BadRequest` if SLURM refuses."""
-    _ask("scontrol", "requeue", os.environ[JOB_VAR])
+    _run_slurm("scontrol", "requeue", os.environ[JOB_VAR])

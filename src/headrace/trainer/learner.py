@@ -355,12 +355,12 @@ class SkippedUpdates:
         steps = f"step {step}" if self.in_a_row == 1 else f"steps {step - self.in_a_row + 1} to {step}"
         return (
             f"the gradients of {steps} were not finite, so their updates were skipped, and max_skipped_updates = "
-            f"{self._limit} ends the run. Their norms were {_listed(self._norms)}, the losses "
-            f"{_listed(self._losses)}; {self._before}. {ADVICE}. To continue anyway, raise max_skipped_updates"
+            f"{self._limit} ends the run. Their norms were {_format_values(self._norms)}, the losses "
+            f"{_format_values(self._losses)}; {self._before}. {ADVICE}. To continue anyway, raise max_skipped_updates"
         )
 
 
-def _listed(values: Sequence[float]) -> str:
+def _format_values(values: Sequence[float]) -> str:
     """Format distinct values; of many, the first two and the last."""
     words = list(dict.fromkeys(f"{value:.4g}" for value in values))
     return ", ".join(words) if len(words) <= 4 else f"{words[0]}, {words[1]}, ..., {words[-1]}"

@@ -105,7 +105,7 @@ def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float, limit: int
     """Return the rows of one rank's tokens; `gradient_sum` is the sum of |dL/dt| over all ranks."""
     tokens = trace.tokens
     sources = np.repeat(tokens.sources, tokens.lengths)
-    chosen = _largest(trace, limit) if limit is not None else tokens.sources != NO_SAMPLE
+    chosen = _with_largest_gradients(trace, limit) if limit is not None else tokens.sources != NO_SAMPLE
     rows = np.argsort(sources, kind="stable")
     rows = rows[np.repeat(chosen, tokens.lengths)[rows]]
     columns = {**_batch_columns(tokens, sources, batch), **_model_columns(trace), **_loss_columns(trace, gradient_sum)}
@@ -124,7 +124,7 @@ def token_table(trace: TokenTrace, batch: Batch, gradient_sum: float, limit: int
     return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=schema)
 
 
-def _largest(trace: TokenTrace, limit: int) -> np.ndarray:
+def _with_largest_gradients(trace: TokenTrace, limit: int) -> np.ndarray:
     """Return which sequences are the `limit` with the largest |gradient| of a token; NaN is larger than any number.
 
     They contain the `limit` tokens with the largest gradients of all.

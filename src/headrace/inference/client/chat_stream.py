@@ -94,7 +94,15 @@ class StreamedReply:
         if chunk.error is not None:
             raise OpenAIFailed(f"the reply broke off: {server_message(event)[:MAX_QUOTE_CHARS]}")
         self.usage = chunk.usage or self.usage
-        return [new for choice in chunk.choices[:1] for new in self._add_choice(choice) if new.text]
+        if not chunk.choices:
+            return []
+        choice, delta = chunk.choices[0], chunk.choices[0].delta
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        thought, text = delta.reasoning_content or delta.reasoning or "", delta.content or ""
+        self.thought += thought
+        self.text += text
+        calls = [ReplyChunk("call", self._add_call(call)) for call in delta.tool_calls or ()]
+        return [new for new in (ReplyChunk("thought", thought), ReplyChunk("text", text), *calls) if new.text]
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's message for the conversation."""
@@ -104,17 +112,6 @@ class StreamedReply:
         if self.calls:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
         return message
-
-    def _add_choice(self, choice: _Choice) -> Iterator[ReplyChunk]:
-        delta = choice.delta
-        self.finish_reason = choice.finish_reason or self.finish_reason
-        thought = delta.reasoning_content or delta.reasoning or ""
-        self.thought += thought
-        yield ReplyChunk("thought", thought)
-        self.text += delta.content or ""
-        yield ReplyChunk("text", delta.content or "")
-        for call in delta.tool_calls or ():
-            yield ReplyChunk("call", self._add_call(call))
 
     def _add_call(self, call: _Call) -> str:
         """Add a part of a tool call (the name first, then parts of its arguments) and return its text."""
