@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,25 +110,3 @@ class ServerProcess:
         self.run = RunDir(root)
         arguments = (str(root), str(model_directory), str(admin_timeout))
         self.process = subprocess.Popen([sys.executable, "-c", SERVE, *arguments])
-
-
-@pytest.fixture(scope="session")
-def servers(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
-    """Two servers, started together since that takes longest: one for all tests, one for the test that ends it."""
-    started = [ServerProcess(tmp_path_factory.mktemp("run"), model_directory) for _ in range(2)]
-    yield started
-    for server in started:
-        server.process.kill()
-        server.process.wait()
-
-
-@pytest.fixture(scope="session")
-def served_run(servers: list[ServerProcess]) -> RunDir:
-    """A run whose server all tests share. They leave its weights and its state as they were."""
-    return servers[0].run
-
-
-@pytest.fixture
-def mortal_server(servers: list[ServerProcess]) -> ServerProcess:
-    """A server that one test may end."""
-    return servers[1]

@@ -4,7 +4,8 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from headrace.orchestrator.sampler import Sampler
 from headrace.rollout.version import Version
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer, TokenizerError
-from headrace.transport.endpoint import read_endpoints
+from headrace.transport.endpoint import read_endpoint, read_endpoints
 from headrace.transport.run_dir import RunDir
+from tests.inference import fuzzing
+from tests.inference.conftest import ServerProcess
 from tests.inference.plain_forward import plain_logprobs
 from tests.inference.serving import connect, served
 
@@ -46,6 +49,28 @@ DETOKENIZE = "/detokenize"
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 Publish = Callable[[Any, Version], Path]
+
+
+@pytest.fixture(scope="module")
+def servers(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    """Two servers, started together since that takes longest: one for all tests, one for the test that ends it."""
+    started = [ServerProcess(tmp_path_factory.mktemp("run"), model_directory) for _ in range(2)]
+    yield started
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def served_run(servers: list[ServerProcess]) -> RunDir:
+    """A run whose server all tests share. They leave its weights and its state as they were."""
+    return servers[0].run
+
+
+@pytest.fixture
+def mortal_server(servers: list[ServerProcess]) -> ServerProcess:
+    """A server that one test may end."""
+    return servers[1]
 
 
 @pytest_asyncio.fixture
@@ -447,7 +472,23 @@ async def test_the_status_file_has_the_gauges(client: EngineClient, served_run: 
     assert {"url", "running", "waiting", "version", "tokens_sampled", "tokens_per_second"} <= set(status.gauges)
 
 
-async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server: Any) -> None:
+async def test_a_runs_server_leaves_its_keys_to_the_owner_alone(client: EngineClient, served_run: RunDir) -> None:
+    (path,) = served_run.endpoints.glob("inference.*.json")
+    endpoint = read_endpoint(path)
+    assert endpoint is not None and endpoint.admin_key
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    async with aiohttp.ClientSession(endpoint.url) as http, http.post("/pause") as refused:
+        assert refused.status == 401
+
+
+async def test_no_mutated_request_ends_in_a_5xx_or_is_left_behind(client: EngineClient, served_run: RunDir) -> None:
+    (endpoint,) = read_endpoints(served_run.endpoints).values()
+    outcome = await fuzzing.fuzz(endpoint, range(400), seed=0)
+    assert not outcome.failures
+    assert outcome.statuses["200"] > 40 and outcome.statuses["400"] > 40
+
+
+async def test_sigterm_answers_what_is_in_flight_and_ends_cleanly(mortal_server: ServerProcess) -> None:
     run, process = mortal_server.run, mortal_server.process
     client = EngineClient(run.endpoints, retry_for=0)
     await client.wait_ready(START)

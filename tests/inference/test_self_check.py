@@ -38,7 +38,11 @@ def test_right_engines_of_every_family_are_accepted(family: str, dtype: torch.dt
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(t, marks=() if t is torch.bfloat16 else pytest.mark.full) for t in TYPES],  # its rounding hides most
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("family", "fault"),
     [

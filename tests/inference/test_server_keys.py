@@ -1,6 +1,5 @@
 """Who may call what, and on which address a server may listen without keys."""
 
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ import pytest_asyncio
 
 from headrace.config.base import ConfigError
 from headrace.config.inference import InferenceConfig
-from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.keys import Forbidden, Keys, KeySource, Unauthorized, is_loopback
 from headrace.inference.server.main import serve
-from headrace.transport.endpoint import read_endpoint
-from headrace.transport.run_dir import RunDir
 from tests.inference.serving import backend_of, chat_of, served
 from tests.refusals import refused
 
@@ -106,15 +102,3 @@ def test_in_a_run_there_is_always_an_admin_key_and_never_the_same() -> None:
 def test_what_cannot_be_shown_is_no_key(key: str) -> None:
     with refused(ConfigError, key="A", value=None):
         keys_from({"A": key})
-
-
-async def test_a_runs_server_leaves_its_keys_to_the_owner_alone(served_run: RunDir) -> None:
-    client = EngineClient(served_run.endpoints)
-    await client.wait_ready(90.0)
-    await client.close()
-    (path,) = served_run.endpoints.glob("inference.*.json")
-    endpoint = read_endpoint(path)
-    assert endpoint is not None and endpoint.admin_key
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    async with aiohttp.ClientSession(endpoint.url) as http, http.post("/pause") as refused:
-        assert refused.status == 401
