@@ -74,11 +74,11 @@ def main(directory: Path, model: Path, stride: int, interval: int) -> None:
     straight = new_run(directory / "straight")
     assert train(straight, model, interval, resume=False, kill_at=0) == 0
     wanted = tensors(straight.final_model)
-    for moment in range(1, 10_000, stride):
+    for moment in range(stride, 10_000, stride):
         run = new_run(directory / f"killed-{moment}")
         if train(run, model, interval, resume=False, kill_at=moment) == 0:
             break  # it was done before
-        train(run, model, interval, resume=True, kill_at=moment // 2)  # the second one does not get far, either
+        train(run, model, interval, resume=True, kill_at=max(1, moment // 2))  # the second one does not get far, either
         assert train(run, model, interval, resume=True, kill_at=0) == 0
         found = tensors(run.final_model)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), "another model"

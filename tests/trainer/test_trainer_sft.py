@@ -284,20 +284,14 @@ def as_a_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_a_process")
-def test_the_trainer_of_an_sft_run_hands_its_metrics_on_to_tensorboard_and_wandb(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_trainer_of_an_sft_run_hands_its_metrics_on_to_monitors(tmp_path: Path, tiny_model: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monitors = {"tensorboard": {}, "wandb": {"mode": "offline"}}
     out = RunDir(tmp_path / "run")
-    save(settings(out.root, {"name": str(tiny_model)}, ENV, max_steps=2, **monitors), out)
+    save(settings(out.root, {"name": str(tiny_model)}, ENV, max_steps=2, tensorboard={}), out)
     assert main(["trainer", str(out.root)]) == 0
     events = EventAccumulator(str(out.root / "tensorboard"))
     events.Reload()
     losses = [(record["step"], pytest.approx(record["loss"])) for record in read_metrics(out.metrics)]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == losses
     assert len(losses) == 2
-    identity = (out.root / "monitors" / "wandb.id").read_text()
-    assert list((out.root / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
