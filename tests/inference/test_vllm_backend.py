@@ -188,9 +188,9 @@ async def test_adapters_by_name_and_by_version(tmp_path: Path) -> None:
         await backend.load_adapter("mine", directory)
         await backend.load_adapter("mine", directory)
         assert backend.state().adapters == ["mine"]
-        assert [asked["lora_name"] for asked in served.asked("unload_adapter")] == ["mine@1"]
+        assert [asked["lora_name"] for asked in served.asked("unload_adapter")] == ["mine#1"]
         await backend.submit([1], SamplingParams(max_tokens=2), adapter="mine").result()
-        assert served.asked("generate")[-1]["model"] == "mine@2"
+        assert served.asked("generate")[-1]["model"] == "mine#2"
         loading = backend.load_adapter("other", directory)  # both must wait for it
         unloading = (backend.unload_adapter("mine") for _ in range(2))
         _, first, second = await asyncio.gather(loading, *unloading, return_exceptions=True)

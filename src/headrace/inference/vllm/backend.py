@@ -24,7 +24,7 @@ from headrace.inference.vllm import wire
 from headrace.inference.vllm.control import Adapters, CallRefused, Control, Metrics, PreemptionCounter
 from headrace.inference.vllm.generation import VllmGeneration
 from headrace.inference.vllm.process import VllmProcess
-from headrace.inference.weights.reading import READ_TIMEOUT_S, DirectoryReader, read_checked_marker
+from headrace.inference.weights.reading import READ_TIMEOUT_S, DirectoryReader, check_digest, read_checked_marker
 from headrace.rollout.version import Version
 from headrace.transport.adapter import is_adapter
 from headrace.transport.lock import POLL_S, DeviceLock
@@ -151,7 +151,7 @@ class VllmBackend:
             fact = "this version of vLLM reports them only after top_p, top_k and min_p"
             fix = "Omit these or logprobs, or use another version."
             raise InvalidRequest(fact, key="logprobs", fix=fix)
-        policy = self._adapters.policy or self._model_name
+        policy = self._adapters.names.get(None, self._model_name)
         model = policy if adapter is None else self._adapters.vllm_name(adapter)
         if len(self._in_flight) >= self._max_requests:
             raise EngineOverloaded(f"{self._max_requests} requests are running or waiting, which is the limit")
@@ -201,7 +201,7 @@ class VllmBackend:
             dead=self._dead,
             decode=self._decode,
             marks=[(self._version, 0)],
-            pinned=adapter is None and self._adapters.policy is not None,
+            pinned=adapter is None and None in self._adapters.names,
         )
         return generation
 
@@ -220,7 +220,7 @@ class VllmBackend:
             metrics.tokens_cached,
             self._preemptions.count,
             metrics.finished,
-            sorted(self._adapters.names),
+            sorted(name for name in self._adapters.names if name is not None),
             self._dead.result() if self._dead.done() else None,
             self._max_requests,
             self._yields_device,
@@ -252,7 +252,8 @@ class VllmBackend:
             if (version, marker.checksum) == (self._version, self._checksum):
                 return marker.checksum
             if self._adapters.max_rank and is_adapter(directory) and not is_linked(directory):
-                policy = await self._adapters.load_policy(directory, version, marker.checksum)
+                await self._reader.read_async(directory, lambda: check_digest(directory, marker.checksum))
+                policy = await self._adapters.load(f"policy@{version}", directory)
                 self._sample_with(version, marker.checksum, policy)
             else:
                 await self._control.fetch_weights(directory, version, self._replicas, self._reader.timeout_s)
@@ -299,7 +300,7 @@ class VllmBackend:
     def _sample_with(self, version: Version, checksum: str, policy: str | None) -> None:
         """Set everything that new requests depend on, without an await in between."""
         self._version, self._checksum = version, checksum
-        self._adapters.set_policy(policy)
+        self._adapters.use(None, policy)
 
     async def _read_metrics(self) -> None:
         """Read vLLM's metrics; in a pause they are those before its cache was cleared."""
@@ -308,11 +309,14 @@ class VllmBackend:
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         async with self._loading:
-            await self._adapters.load(name, directory)
+            self._adapters.use(name, await self._adapters.load(name, directory))
+            await self._adapters.unload_unused()
 
     async def unload_adapter(self, name: str) -> None:
         async with self._loading:
-            await self._adapters.unload(name)
+            self._adapters.vllm_name(name)  # raises if there is none
+            self._adapters.use(name, None)
+            await self._adapters.unload_unused()
 
     async def failure(self) -> str:
         return await asyncio.shield(self._dead)

@@ -22,7 +22,7 @@ import msgspec
 from headrace.inference.backend import EngineError, EngineStopped, ModelNotFound
 from headrace.inference.client.errors import server_message
 from headrace.inference.client.http import HttpClient, HttpResponse, ServerUnreachable
-from headrace.inference.weights.reading import DirectoryReader, WeightsError, WeightsUnreachable, check_digest
+from headrace.inference.weights.reading import DirectoryReader, WeightsError, WeightsUnreachable
 from headrace.rollout.version import Version
 from headrace.transport.adapter import CONFIG, TENSORS, AdapterError, read_config
 from headrace.transport.files import require_regular
@@ -221,10 +221,8 @@ class Adapters:
         self._numbers = itertools.count()
         self._uses: Counter[str] = Counter()
         self._replaced: set[str] = set()
-        self.names: dict[str, str] = {}
-        """vLLM's names by the names in requests."""
-        self.policy: str | None = None
-        """vLLM's name of the newest version of the policy, if that is an adapter."""
+        self.names: dict[str | None, str] = {}
+        """vLLM's names by the names in requests; None, for requests without one: the policy, if that is an adapter."""
 
     def vllm_name(self, name: str) -> str:
         """Return vLLM's name of a loaded adapter. Raises `ModelNotFound`."""
@@ -241,50 +239,17 @@ class Adapters:
         if not self._uses[vllm_name]:
             del self._uses[vllm_name]
 
-    async def load(self, name: str, directory: Path) -> None:
-        """Load an adapter, replacing one of that name. Raises `WeightsError`, and the old one stays."""
+    async def load(self, label: str, directory: Path) -> str:
+        """Load an adapter, and return vLLM's name of it, which begins with the label. Raises `WeightsError`."""
         if not self.max_rank:
             raise WeightsError("vLLM was started without adapters. Set inference.vllm.max_lora_rank")
-        loaded = await self._load(f"{name}@{next(self._numbers)}", directory)
-        if name in self.names:
-            self._replaced.add(self.names[name])
-        self.names[name] = loaded
-        await self.unload_unused()
-
-    async def unload(self, name: str) -> None:
-        self.vllm_name(name)
-        self._replaced.add(self.names.pop(name))
-        await self.unload_unused()
-
-    async def load_policy(self, directory: Path, version: Version, expected: str) -> str:
-        """Load a published adapter and return vLLM's name; `set_policy` puts it into use."""
-        await self._reader.read_async(directory, lambda: check_digest(directory, expected))
-        return await self._load(f"policy@{version}#{next(self._numbers)}", directory)
-
-    def set_policy(self, vllm_name: str | None) -> None:
-        """Use this adapter for requests that name none. The previous one is unloaded when it is unused."""
-        if self.policy is not None:
-            self._replaced.add(self.policy)
-        self.policy = vllm_name
-
-    async def unload_unused(self) -> None:
-        """Unload replaced adapters that no request uses."""
-        free = [name for name in self._replaced if not self._uses[name]]
-        self._replaced.difference_update(free)  # before the await: another call may be in progress
-        for name in free:
-            try:
-                await self._control.unload_adapter(name)
-            except EngineError as error:  # harmless but for its memory
-                log.warning("vLLM did not unload the unused adapter %s: %s", name, error)
-            shutil.rmtree(self._directory / name.replace("/", "_"), ignore_errors=True)
-
-    async def _load(self, vllm_name: str, directory: Path) -> str:
         try:
             config = await self._reader.read_async(directory, lambda: read_config(directory / CONFIG))
         except AdapterError as error:
             raise WeightsError(str(error)) from error
         if config.r > self.max_rank:
             raise WeightsError(f"{directory} has rank {config.r}. Set inference.vllm.max_lora_rank to at least that")
+        vllm_name = f"{label}#{next(self._numbers)}"
         copy = self._directory / vllm_name.replace("/", "_")
 
         def copy_files() -> None:
@@ -299,3 +264,21 @@ class Adapters:
             shutil.rmtree(copy, ignore_errors=True)
             raise WeightsError(f"{directory} cannot be loaded as an adapter: {error}") from error
         return vllm_name
+
+    def use(self, name: str | None, vllm_name: str | None) -> None:
+        """Use a loaded adapter, or none, for requests that name `name`; the old one is unloaded when it is unused."""
+        if (before := self.names.pop(name, None)) is not None:
+            self._replaced.add(before)
+        if vllm_name is not None:
+            self.names[name] = vllm_name
+
+    async def unload_unused(self) -> None:
+        """Unload replaced adapters that no request uses."""
+        free = [name for name in self._replaced if not self._uses[name]]
+        self._replaced.difference_update(free)  # before the await: another call may be in progress
+        for name in free:
+            try:
+                await self._control.unload_adapter(name)
+            except EngineError as error:  # harmless but for its memory
+                log.warning("vLLM did not unload the unused adapter %s: %s", name, error)
+            shutil.rmtree(self._directory / name.replace("/", "_"), ignore_errors=True)
