@@ -120,8 +120,8 @@ LAYERS = (
 """The packages and top-level modules from the top to the bottom. Each may import what stands below its own row."""
 TOOLS = (
     ("sweep", "view", "replay"),
-    ("compare", "audit"),
-    ("evaluate", "rescore", "probe", "check_algorithm", "hub", "chat", "pairs", "models", "convert"),
+    ("compare", "audit", "probe"),
+    ("evaluate", "rescore", "check_algorithm", "hub", "chat", "pairs", "models", "convert"),
     ("common",),
 )
 """The same for the folders of `tools`."""

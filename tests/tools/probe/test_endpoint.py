@@ -14,9 +14,10 @@ from headrace.errors import BadInput
 from headrace.inference.client.openai_client import OpenAIUnreachable
 from headrace.rollout.types import Task
 from headrace.text.messages import openai_messages, parse_reply
+from headrace.tools.evaluate.servers import TextContexts
 from headrace.tools.probe import sampling
 from headrace.tools.probe.report import LoadResult, ProbeReport
-from headrace.tools.probe.sampling import EndpointContext, SamplingEndpoint, sample
+from headrace.tools.probe.sampling import SamplingEndpoint, sample
 from tests.inference.openai_stand_in import OpenAIStandIn, Respond, completion, error
 from tests.tools.probe.probed import ASKING, BIDDING, CALLING, DUEL
 
@@ -40,11 +41,12 @@ def calling(name: str, arguments: str) -> web.Response:
 async def ask(respond: Respond, max_tokens: int | None = None) -> tuple[Reply, list[dict[str, Any]]]:
     """Send one request through a context; return the reply and the bodies that the server received."""
     async with OpenAIStandIn(respond) as server:
-        client = SamplingEndpoint(server.url, "m").client()
+        model = SamplingEndpoint(server.url, "m").served_model()
+        context = TextContexts(model, {"temperature": 0.7, "max_tokens": 100}, None).open("", "episode")
         try:
-            return await EndpointContext(client, 0.7, 100).chat(HELLO, max_tokens=max_tokens), server.asked
+            return await context.chat(HELLO, max_tokens=max_tokens), server.asked
         finally:
-            await client.close()
+            await model.close()
 
 
 async def test_a_question_carries_the_sampling_and_its_answer_becomes_a_reply():
@@ -54,7 +56,7 @@ async def test_a_question_carries_the_sampling_and_its_answer_becomes_a_reply():
 
 
 async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampling, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(sampling, "RETRY_FOR_S", 0.5)
     answers: Iterator[web.Response | str] = iter([error(429, "busy"), error(500, "oops"), "hi"])
     answer, bodies = await ask(lambda _: next(answers))
     assert (answer.text, len(bodies)) == ("hi", 3)
@@ -71,7 +73,7 @@ async def test_permanent_errors_are_not_retried_and_a_full_context_ends_the_epis
 
 
 async def test_messages_that_are_not_json_fail_their_episode():
-    context = EndpointContext(SamplingEndpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
+    context = TextContexts(SamplingEndpoint("http://127.0.0.1:9/v1", "m").served_model(), {}, None).open("", "episode")
     for content in (float("nan"), b"bytes"):
         with pytest.raises(EpisodeError) as failed:
             await context.chat([{"role": "user", "content": content}])
@@ -151,7 +153,7 @@ def test_arguments_that_are_a_json_text_are_sent_as_they_are():
 
 
 async def test_calls_that_cannot_be_sent_fail_their_episode():
-    context = EndpointContext(SamplingEndpoint("http://127.0.0.1:9/v1", "m").client(), 1.0, None)
+    context = TextContexts(SamplingEndpoint("http://127.0.0.1:9/v1", "m").served_model(), {}, None).open("", "episode")
     for call in ({"id": "a"}, "press", {"id": "a", "function": {"name": "press", "arguments": {"a": b"bytes"}}}):
         with pytest.raises(EpisodeError) as failed:
             await context.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}])

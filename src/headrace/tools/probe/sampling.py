@@ -26,22 +26,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from headrace.environments.base import Environment, EpisodeError, Reply
-from headrace.environments.openai_chat import chat
+from headrace.environments.base import Environment, EpisodeError
 from headrace.environments.workers import WorkerPool
 from headrace.errors import BadInput
-from headrace.inference.client.openai_client import ChatResponse, OpenAIClient, hide_password, retry
-from headrace.inference.client.served_model import structured_keys
-from headrace.inference.schema import StructuredOutputs
-from headrace.rollout.types import Message, Rollout, Task
+from headrace.inference.client.openai_client import hide_password
+from headrace.inference.client.served_model import ServedModel
+from headrace.rollout.types import Rollout, Task
 from headrace.tools.common import Progress
+from headrace.tools.evaluate.servers import TextContexts
 from headrace.tools.probe.report import EpisodeProblem, ProbeReport, SampledEpisodes, SignalPrediction, episode_rewards
 
 GROUP_SIZES = (4, 8, 16, 32)
-MAX_ATTEMPTS = 4
-FIRST_BACKOFF_S = 1.0
+RETRY_FOR_S = 10.0
+"""Time for which a request that failed for a temporary reason is retried."""
 REPLY_TIMEOUT_S = 300.0
 EPISODE_TIMEOUT_S = 1800.0
 WORKERS = 2
@@ -63,49 +62,23 @@ class SamplingEndpoint(NamedTuple):
     concurrency: int = 16
     """Concurrent episodes."""
 
-    def client(self) -> OpenAIClient:
-        server = self.url, self.model or "", self.api_key_var
-        return OpenAIClient(*server, timeout=REPLY_TIMEOUT_S, max_concurrent=self.concurrency)
+    def served_model(self) -> ServedModel:
+        name, key = self.model or "", self.api_key_var
+        return ServedModel(name, [self.url], api_key_var=key, timeout=REPLY_TIMEOUT_S, retry_for=RETRY_FOR_S)
 
     async def with_model(self) -> SamplingEndpoint:
         """Return the endpoint with a model; raises `BadInput` if the server lists none."""
         if self.model is not None:
             return self
-        client = self.client()
+        server = self.served_model()
         try:
-            names = await client.models()
+            names = await server.clients[0].models()
         finally:
-            await client.close()
+            await server.close()
         if not names:
             url = hide_password(self.url)
             raise BadInput("the server lists no model", key="--endpoint", value=url, fix="Set --endpoint-model.")
         return self._replace(model=names[0])
-
-
-class EndpointContext:
-    """An episode's context that sends chat requests to a server."""
-
-    def __init__(self, client: OpenAIClient, temperature: float, max_tokens: int | None) -> None:
-        self._client = client
-        self._temperature = temperature
-        self._max_tokens = max_tokens
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        max_tokens: int | None = None,
-        structured_outputs: StructuredOutputs | None = None,
-    ) -> Reply:
-        limits = [limit for limit in (self._max_tokens, max_tokens) if limit is not None]
-
-        async def request(body: list[Message]) -> ChatResponse:
-            sampling: dict[str, Any] = {"temperature": self._temperature, "max_tokens": min(limits, default=None)}
-            backoffs = (FIRST_BACKOFF_S * 2**attempt for attempt in range(MAX_ATTEMPTS - 1))
-            extra = structured_keys(structured_outputs)
-            return await retry(lambda: self._client.chat(body, tools=tools, extra=extra, **sampling), backoffs)
-
-        return await chat(request, messages, tools, "endpoint")
 
 
 class EpisodeSampler:
@@ -116,8 +89,9 @@ class EpisodeSampler:
         # The environment is never loaded in the probe's own process, where it could not be killed.
         self._pool = WorkerPool(Environment(), report.environment, report.args, size=WORKERS)
         self._scores_groups = report.opening.scores_groups
-        self._client = endpoint.client()
-        self._context = EndpointContext(self._client, endpoint.temperature, endpoint.max_tokens)
+        self._model = endpoint.served_model()
+        sampling = {"temperature": endpoint.temperature, "max_tokens": endpoint.max_tokens}
+        self._contexts = TextContexts(self._model, sampling, seed=None)
         self._permits = asyncio.Semaphore(endpoint.concurrency)
         self._progress = progress
 
@@ -127,7 +101,7 @@ class EpisodeSampler:
 
     async def __aexit__(self, *_: object) -> None:
         await self._pool.close()
-        await self._client.close()
+        await self._model.close()
 
     async def sample_rewards(self, task: Task, episodes: int) -> tuple[list[list[float]], int]:
         """Return the rewards of each scored episode, and the number of truncated episodes."""
@@ -150,7 +124,7 @@ class EpisodeSampler:
     async def _run(self, task: Task) -> list[Rollout]:
         try:
             async with self._permits, asyncio.timeout(EPISODE_TIMEOUT_S):
-                return await self._pool.run(task, self._context)
+                return await self._pool.run(task, self._contexts.open("", task.key))
         except (EpisodeError, TimeoutError) as error:
             reason = error.reason if isinstance(error, EpisodeError) else "timeout"
             self.problems.append(EpisodeProblem(reason, str(error), getattr(error, "place", "")))
