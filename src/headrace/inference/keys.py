@@ -81,6 +81,7 @@ class KeySource:
         self._stamp = self._read_stamp()
 
     def read(self) -> Keys:
+        """Return the current keys. Raises `ConfigError`, also if other machines reach a server without keys."""
         config = self._config
         if config.http.keys_file is not None:
             keys = read_keys_file(config.http.keys_file)
@@ -99,6 +100,7 @@ class KeySource:
         return self._stamp != before
 
     def _read_stamp(self) -> tuple[int, int] | None:
+        """Return what changes when the file of keys is replaced."""
         if self._config.http.keys_file is None:
             return None
         with contextlib.suppress(FileNotFoundError):

@@ -36,6 +36,7 @@ def grammar_of(outputs: StructuredOutputs) -> str:
 
 @functools.lru_cache(MAX_CACHED)
 def _checked_grammar(name: str, text: str) -> str:
+    """Convert one field of `StructuredOutputs` to a grammar of `llguidance`. Raises `InvalidRequest`."""
     key = f"structured_outputs.{name}"
     try:
         from llguidance import LLMatcher, grammar_from

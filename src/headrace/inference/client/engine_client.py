@@ -314,6 +314,7 @@ class EngineClient:
         return list(self._pool.engines.values())
 
     def _read_endpoints(self, *, again: bool = False) -> None:
+        """Update the pool from the published addresses, unless that was done a moment before."""
         now = time.monotonic()
         if again or now - self._endpoints_read_at > ENDPOINTS_MAX_AGE_S:
             self._endpoints_read_at = now

@@ -116,6 +116,7 @@ class ServedModel:
             await client.close()
 
     async def _find_model(self, client: OpenAIClient) -> ModelEntry | None:
+        """Return the entry of the model; None if the server has no `/models`. Raises `BadInput` if it is missing."""
         try:
             entries = await self._list_models(client)
         except OpenAIError as error:

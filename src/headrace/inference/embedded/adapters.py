@@ -78,7 +78,7 @@ class Adapters:
     def add(self, adapter: LoadedAdapter) -> None:
         """Serve an adapter, replacing one with the same name."""
         for layer in adapter.layers.keys() - self._hooked:
-            self._linear[layer].register_forward_hook(self._hook(layer))
+            self._linear[layer].register_forward_hook(self._make_hook(layer))
             self._hooked.add(layer)
         self._loaded[adapter.name] = adapter
 
@@ -100,7 +100,9 @@ class Adapters:
         self._tokens = len(ids)
         self._rows = [(adapter, torch.tensor(own, device=ids.device)) for adapter, own in rows.items()]
 
-    def _hook(self, layer: str) -> Any:
+    def _make_hook(self, layer: str) -> Any:
+        """Return a forward hook that adds the differences of each token's adapter to a layer's output."""
+
         def add_differences(_: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
             for adapter, rows in self._rows:
                 if layer in adapter.layers:

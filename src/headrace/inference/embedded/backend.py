@@ -284,6 +284,7 @@ class EmbeddedBackend(asyncio.Protocol):
         self._end_all(EngineStopped(reason))
 
     def _end_all(self, error: EngineStopped) -> None:
+        """End all requests and calls with an error."""
         for generation in self._generations.values():
             generation.end(error)
         self._generations.clear()

@@ -80,6 +80,7 @@ class KVWindow:
         return list(self.buckets.values())
 
     def _assign_row(self, request: Request) -> None:
+        """Give a request a row in the bucket for its length, if the budget allows that."""
         length = max(MIN_ROW_TOKENS, 1 << (len(request.tokens) - 1).bit_length())
         bucket = self.buckets.get(length) or WindowBucket(length)
         if len(bucket.requests) == bucket.rows:

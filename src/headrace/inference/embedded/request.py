@@ -324,6 +324,7 @@ class Request:
         self.future.set_exception(error)
 
     def finish(self, routed_experts: bytes | None = None) -> None:
+        """Give the request's future its result."""
         self.is_done = True
         sampled = self.tokens[self.prompt_length :]
         last = sampled[-1]

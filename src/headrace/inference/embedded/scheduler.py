@@ -164,6 +164,7 @@ class Scheduler:
         return not self._steps_waited
 
     def _admit_waiting(self, plan: StepPlan, weights: Weights) -> None:
+        """Admit waiting requests, and plan their prefill; equal prompts are computed once."""
         prompts: dict[object, Request] = {}
         while self._prefill_budget > 0 and (request := self._admit(weights)) is not None:
             prompt = self._prefix_cache and not request.lacks_prompt_logprobs and request.prompt_hash()

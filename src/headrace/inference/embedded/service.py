@@ -83,6 +83,7 @@ class EngineService:
                     self._thread.cancel(request)
 
     def _submit(self, message: m.Submit) -> None:
+        """Submit a request to the engine, and have its outcome sent."""
         try:
             options = {"urgent": message.urgent, "adapter": message.adapter, "is_checked": True}  # by the server
             request = self._thread.submit(message.token_ids, message.params, message.cache_salt, **options)

@@ -76,6 +76,7 @@ class EngineDeviceLock:
         self._lock.close()
 
     def _hand_over(self) -> None:
+        """Give the device lock to the trainer, after freeing the KV cache if the trainer lacks memory."""
         self._engine.finish_step()
         requested = self._lock.requested_memory
         # `cache_bytes` is 0 on a device other than a GPU.
@@ -239,6 +240,7 @@ class EngineThread:
         self._thread.join()
 
     def _install(self, published: PublishedWeights) -> None:
+        """Install weights, on the engine's thread. Raises `_PartialInstall` if only some tensors were copied."""
         try:
             self.engine.install(published)
         except WeightsError:

@@ -112,6 +112,7 @@ class App:
         self._created = int(time.time())
 
     def asgi(self) -> ASGIApp:
+        """Return the application: all routes, with the keys that each needs."""
         checks: dict[str, Callable[[str | None], None]] = {  # of the keys that are valid at that moment
             "client": lambda authorization: self.keys.check(authorization, admin=False),
             "admin": lambda authorization: self.keys.check(authorization, admin=True),

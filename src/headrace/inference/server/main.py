@@ -96,6 +96,7 @@ def serve(
 
 
 def make_chat(config: InferenceConfig, name: str, directory: Path) -> Chat:
+    """Load the tokenizer and the chat format of a model."""
     tokenizer = Tokenizer(directory)
     renderer = make_renderer(directory, tokenizer, **config.renderer.model_dump())
     path = Path(config.served_name or name)

@@ -299,6 +299,7 @@ class _Output:
         yield {"type": "response.content_part.added", **place, "content_index": 0, "part": empty}
 
     def _close(self) -> Iterator[dict[str, Any]]:
+        """Complete the open item, if there is one."""
         if not self._is_open:
             return
         item, self._is_open = self.items[-1], False

@@ -248,6 +248,7 @@ class VllmBackend:
         return await asyncio.shield(asyncio.create_task(self._update(directory, version, marker)))
 
     async def _update(self, directory: Path, version: Version, marker: WeightsMarker) -> str:
+        """Load a published version, unless it is loaded already, and return its checksum."""
         async with self._updating:
             if (version, marker.checksum) == (self._version, self._checksum):
                 return marker.checksum
@@ -332,6 +333,7 @@ class VllmBackend:
         await self._http.close()
 
     def _die(self, reason: str) -> None:
+        """Record why vLLM is dead, and end all requests."""
         if not self._dead.done():
             self._dead.set_result(reason)
         for generation in list(self._in_flight.values()):

@@ -148,6 +148,7 @@ class Control:
         return await self._call("POST", route, None if body is None else msgspec.json.encode(body), CALL_TIMEOUT_S)
 
     async def _call(self, method: str, route: str, body: bytes | None, timeout: float) -> HttpResponse:
+        """Make one request to vLLM. Raises `CallRefused` and `EngineStopped`."""
         try:
             response = await self.http.request(method, self.url, route, body, timeout)
         except TimeoutError as error:

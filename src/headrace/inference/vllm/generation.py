@@ -85,6 +85,7 @@ class VllmGeneration(Generation):
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
+        """Send the request, and end it with its result or its error."""
         try:
             body = await self.encode(self._streams)
             result = await (self._streamed(body) if self._streams else self._whole(body))

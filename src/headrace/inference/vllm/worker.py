@@ -176,6 +176,7 @@ class Fetcher:
         return self._begun[2]
 
     def _fetch(self, directory: Path, version: Version) -> PublishedWeights:
+        """Read or receive a version, and check that it fits the model."""
         published = read_published(
             directory, version, parameters=self._model, receive=self._link.receive, base=self._base
         )

@@ -158,6 +158,7 @@ class WeightsReceiver:
                 self._disconnect()
 
     def _release(self, borrowed: OpenedMemory | None) -> None:
+        """Give the trainer's memory back, or free the staging memory."""
         if borrowed is None:
             free_staging(self._device)
             return

@@ -130,6 +130,7 @@ class NcclPair:
         self._wait(lambda: _expect(result) == _SUCCESS or self._state() == _SUCCESS, what)
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        """Poll until something is done; an error closes the pair."""
         since = time.monotonic()
         try:
             while not is_done():

@@ -170,6 +170,7 @@ class MergedTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def merged_on(self, name: str, device: torch.device) -> Tensor:
+        """Return a tensor with the adapter's difference added, on a device."""
         if name in self._gates:
             return self._gates[name].to(device)
         whole = self._base.tensor(name).to(device, non_blocking=True)
@@ -196,6 +197,7 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for the block, and raise its errors as `WeightsError`."""
     try:
         with safe_open(require_regular(path), framework="pt") as file:
             yield file

@@ -150,6 +150,7 @@ class _Range:
 
     @classmethod
     def reserve(cls, size: int, device: torch.device) -> _Range:
+        """Reserve addresses for at least `size` bytes, to which no memory is mapped yet."""
         device = cuda_driver.with_index(device)
         torch.cuda.synchronize(device)  # makes the GPU's context current in this thread
         granularity, address = ctypes.c_size_t(), ctypes.c_uint64()
@@ -161,6 +162,7 @@ class _Range:
         return cls(address.value, whole, device)
 
     def map(self) -> None:
+        """Allocate memory, map it to the range and zero it, unless that is done."""
         if self.handle is not None:
             return
         torch.cuda.synchronize(self.device)
@@ -182,6 +184,7 @@ class _Range:
         torch.cuda.synchronize(self.device)  # zeros for all streams
 
     def _map(self, handle: int) -> None:
+        """Map allocated memory to the range, and allow access to it."""
         expect(cuda_driver.library().cuMemMap(self.address, self.size, 0, handle, 0), "to map memory")
         access = Access(Location(cuda_driver.ON_DEVICE, self.device.index), cuda_driver.READ_AND_WRITE)
         allowed = cuda_driver.library().cuMemSetAccess(self.address, self.size, ctypes.byref(access), 1)
@@ -190,6 +193,7 @@ class _Range:
         expect(allowed, "access to mapped memory")
 
     def unmap(self) -> None:
+        """Unmap and free the memory after queued work, if there is any."""
         if self.handle is None:
             return
         torch.cuda.synchronize(self.device)

@@ -172,6 +172,7 @@ class StepRows:
             self._sent.record()
 
     def _assign_rows(self, requests: Sequence[Request]) -> None:
+        """Give these requests rows, and take those of all others: the last row moves into each gap."""
         self._wanted = list(requests)
         wanted = set(requests)
         for request in [other for other in self.requests if other not in wanted]:
@@ -188,6 +189,7 @@ class StepRows:
                 self.requests.append(request)
 
     def _write_tables(self) -> None:
+        """Stage the block tables that have changed."""
         written = self._written
         for row, request in enumerate(self.requests):
             blocks, (resets, held) = request.blocks, written[row]
@@ -201,6 +203,7 @@ class StepRows:
                 self._is_changed = True
 
     def _write_inputs(self, prefills: Sequence[PrefillRow], rows: int, tokens: int) -> None:
+        """Stage all inputs of a step other than block tables."""
         requests, arrays = self.requests, self._arrays
         count = len(requests)
         ends = np.array([len(request.tokens) for request in requests], dtype=np.int64)
