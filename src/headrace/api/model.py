@@ -197,7 +197,7 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, also of one."""
+    """Return the prompts as a list; one prompt becomes a list of one."""
     is_one = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
     return [prompts] if is_one else prompts  # type: ignore[return-value, list-item]
 
@@ -235,7 +235,7 @@ def evaluate(
 def complete(
     evaluation: Evaluation, models: Sequence[str], *, permanent: bool
 ) -> tuple[Evaluation, list[Candidate], str]:
-    """Fill in the environment of the models' run and the output directory; returns the models and a name, too."""
+    """Return the evaluation with environment and output filled in from the runs, the models, and a name for it."""
     candidates = find_models(models, permanent=permanent)
     subject = evaluation.env
     if not evaluation.env:

@@ -1,4 +1,4 @@
-"""A run as an object: its settings, metrics, rollouts, checkpoints and plots, and its progress while it goes on."""
+"""A run as an object: its settings, metrics, rollouts, checkpoints and plots, and its progress while it runs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Plot:
 
 
 class Run:
-    """A run directory. The run may be going on, finished, stopped or dead; reading changes nothing.
+    """A run directory. The run may be running, finished, stopped or dead; reading changes nothing.
 
     Give the directory, or its config.toml.
     """

@@ -71,7 +71,7 @@ def start(
     resume: bool | int = False,
     clean: bool = False,
 ) -> StartedRun:
-    """Start a run, and return it while it goes on.
+    """Start a run and return it at once.
 
     `config` is a run file, several that are merged left to right, or the content of one. Keys of `overrides` are as on
     the command line: `{"trainer.optim.lr": 1e-5}`; None removes a key. `resume`: continue the run in `output_dir` from

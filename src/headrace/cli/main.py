@@ -86,7 +86,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 done, 1 failed, 2 cannot be done as asked, 128 + n ended by signal n."""
+    """Run a command; returns its exit code: 0 done, 1 failed, 2 invalid request, 128 + n ended by signal n."""
     escape_output()
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -158,7 +158,7 @@ def configured(command: str) -> argparse.ArgumentParser:
 
 
 class ShowVersions(argparse.Action):
-    """`--version`, whose text is not made before it is asked for."""
+    """`--version`, which finds the versions only when it is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from headrace.cli.env import versions

@@ -73,7 +73,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
 
 def prepare(kind: Kind, arguments: argparse.Namespace) -> PreparedRun | None:
-    """Load, check, find the model, plan. No run directory is changed. A dry run prints what it found; None then."""
+    """Return a run that is checked and planned; None after a dry run, which prints both. Changes no run directory."""
     from headrace.text import import_renderers
 
     import_renderers()

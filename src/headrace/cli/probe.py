@@ -16,7 +16,7 @@ from headrace.config.base import ConfigError, Tree
 from headrace.observe.console import SafeConsole
 from headrace.runfile.reading import parse_overrides, put, validate
 from headrace.text.hub import model_directory
-from headrace.tools.common import Progress
+from headrace.tools.common import ReportProgress
 from headrace.tools.probe.findings import list_findings
 from headrace.tools.probe.report import TINY, ProbeReport, exchange_renderer, summarize_prompts
 from headrace.tools.probe.runner import ProbeConfig, probe
@@ -61,7 +61,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
 
 async def _probe(
-    identifier: str, config: ProbeConfig, arguments: argparse.Namespace, progress: Progress
+    identifier: str, config: ProbeConfig, arguments: argparse.Namespace, progress: ReportProgress
 ) -> ProbeReport:
     from headrace.trainer.tiny import write_tiny_settings
 

@@ -78,7 +78,7 @@ def exit_on_sigterm() -> Iterator[None]:
 
 @exit_on_sigterm()
 def _run(kind: Kind, arguments: argparse.Namespace) -> int:
-    """Run to the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order.
+    """Run and return the exit code; SIGTERM, or the end of a sweep that started this, stops the run in order.
 
     A batch job of SLURM is queued again at its time limit, also if nothing has started until then.
     """

@@ -44,7 +44,7 @@ class Registry(Generic[T]):
 
     @property
     def sections(self) -> dict[str, type[T]]:
-        """The registered classes in the order of their names, whatever was imported first."""
+        """The registered classes in the order of their names, which does not depend on imports."""
         return dict(sorted(self._sections.items(), key=lambda item: (item[0] == IMPORTED, item[0])))
 
     def section(self, name: str) -> type[T]:

@@ -177,7 +177,7 @@ def table_at(tree: Tree, *path: str) -> Tree:
 
 
 def value_at(tree: Any, path: Sequence[str]) -> Any:
-    """What a tree has there; None where it has nothing. A number steps into a list."""
+    """Return the value at a path of a tree, None if there is none. A number steps into a list."""
     for key in path:
         if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
             tree = tree[int(key)]
@@ -200,7 +200,7 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def merge(base: Tree, update: Tree) -> None:
-    """Tables merge key by key; any other value, lists included, is replaced."""
+    """Merge a tree into another: tables key by key; any other value, lists included, is replaced."""
     for key, value in update.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             merge(base[key], value)

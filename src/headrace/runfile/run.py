@@ -201,7 +201,7 @@ class RunConfig(Config):
         return self
 
     def _longest_request(self) -> int:
-        """A sample, and before it, where the policy's own engines score with hints, one as long as a response."""
+        """Return the tokens of the longest request: a sample, and a hint before it if the run's engines score hints."""
         assert self.seq_len is not None
         algorithms = [self.orchestrator.algo_of(env) for env in self.orchestrator.train.env]
         return hinted_length(self.seq_len) if any(algo.hints_policy for algo in algorithms) else self.seq_len

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-Progress = Callable[..., None]
+ReportProgress = Callable[..., None]
 """Called with what is being done and, where they are known, the number of finished steps and of all steps."""
 
 

@@ -21,7 +21,7 @@ from headrace.environments.registry import location_of
 from headrace.environments.sandbox import CallFailed, CallTimeout, Sandbox
 from headrace.errors import BadInput, Failure
 from headrace.rollout.types import Task
-from headrace.tools.common import Progress
+from headrace.tools.common import ReportProgress
 from headrace.tools.probe.completions import COMPLETIONS, ScriptedCompletion
 from headrace.tools.probe.report import EpisodeProblem, LoadResult, ProbeEpisode, ProbeReport
 from headrace.tools.probe.worker import TIMEOUT_TEXT, TRACE_DELAY_S
@@ -169,7 +169,7 @@ async def probe(
     timeout: float = 10.0,
     load_timeout: float = LOAD_TIMEOUT_S,
     sampled: int = 0,
-    progress: Progress = lambda activity, done, total: None,
+    progress: ReportProgress = lambda activity, done, total: None,
 ) -> tuple[ProbeReport, list[Task]]:
     """Run gold, mistake and empty completions on `tasks` tasks and the others on `examples` tasks.
 
@@ -212,7 +212,7 @@ async def probe(
 
 
 async def _run_completions(
-    runner: ProbeRunner, many: Sequence[int], few: Sequence[int], progress: Progress
+    runner: ProbeRunner, many: Sequence[int], few: Sequence[int], progress: ReportProgress
 ) -> tuple[list[ProbeEpisode], list[str]]:
     """Return all episodes, and the completions whose reward on the first task differed the second time."""
     episodes: list[ProbeEpisode] = []

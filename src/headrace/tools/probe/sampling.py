@@ -34,7 +34,7 @@ from headrace.errors import BadInput
 from headrace.inference.client.openai_client import hide_password
 from headrace.inference.client.served_model import ServedModel
 from headrace.rollout.types import Rollout, Task
-from headrace.tools.common import Progress
+from headrace.tools.common import ReportProgress
 from headrace.tools.evaluate.servers import TextContexts
 from headrace.tools.probe.report import EpisodeProblem, ProbeReport, SampledEpisodes, SignalPrediction, episode_rewards
 
@@ -139,7 +139,7 @@ async def sample(
     endpoint: SamplingEndpoint,
     episodes: int,
     group_size: int,
-    progress: Progress,
+    progress: ReportProgress,
 ) -> SampledEpisodes:
     """Sample `episodes` of each task and predict the signal of groups."""
     started = time.perf_counter()

@@ -21,7 +21,7 @@ from headrace.rollout.batch import Batch, encode_batch
 from headrace.rollout.schema import DamagedFile
 from headrace.text.hub import model_directory
 from headrace.text.tokenizer import Tokenizer
-from headrace.tools.common import Progress
+from headrace.tools.common import ReportProgress
 from headrace.tools.replay.report import ReplayReport, compare_metrics, compare_tokens, dissect
 from headrace.tools.replay.source import BundleManifest, ReplaySource, open_run, unpack, with_overrides, write_bundle
 from headrace.transport.digests import check_directory
@@ -45,7 +45,7 @@ def replay_step(
     tolerance: float = DEFAULT_TOLERANCE,
     top: int = DEFAULT_ROLLOUTS,
     bundle: Path | None = None,
-    progress: Progress = lambda what, done=0, total=0: None,
+    progress: ReportProgress = lambda what, done=0, total=0: None,
 ) -> ReplayReport:
     """Train a step of a run, or of a bundle, again and compare it with the record; write `bundle` if it is set.
 
@@ -110,7 +110,7 @@ def _text(source: ReplaySource, token: int) -> str:
     return Tokenizer(folder).decode([token]) if (folder / "tokenizer.json").is_file() else f"token {token}"
 
 
-def _catch_up(replay: Replay, source: ReplaySource, progress: Progress) -> tuple[int | None, list[int]]:
+def _catch_up(replay: Replay, source: ReplaySource, progress: ReportProgress) -> tuple[int | None, list[int]]:
     """Train the steps before the one to replay; return the first whose metrics differ, and batches that differ."""
     differing: int | None = None
     other_batches: list[int] = []

@@ -35,7 +35,7 @@ from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
-from headrace.tools.common import Progress
+from headrace.tools.common import ReportProgress
 from headrace.tools.rescore.comparison import Collector, Comparison
 from headrace.tools.rescore.credit import CreditedGroups, Member, Rescored, rescore
 from headrace.transport.journal import Journal
@@ -88,7 +88,7 @@ async def rescore_run(
     files: RolloutFiles,
     steps: Sequence[int],
     env: str | None,
-    progress: Progress,
+    progress: ReportProgress,
     penalties: Mapping[str, LengthPenaltyConfig] = MappingProxyType({}),
     journal: Journal | None = None,
 ) -> RescoreResult:
