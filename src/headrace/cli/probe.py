@@ -15,6 +15,7 @@ from headrace.cli.common import importable, positive, progress_line
 from headrace.config.base import ConfigError, Tree
 from headrace.observe.console import SafeConsole
 from headrace.runfile.reading import parse_overrides, put, validate
+from headrace.text import import_renderers
 from headrace.text.hub import model_directory
 from headrace.tools.common import ReportProgress
 from headrace.tools.probe.findings import list_findings
@@ -49,6 +50,7 @@ def configure_probe(parser: argparse.ArgumentParser) -> None:
 
 def run_probe(arguments: argparse.Namespace) -> int:
     config = read_options(arguments.args, arguments.overrides)
+    import_renderers()
     identifier = importable(arguments.environment, "environment")
     with progress_line() as progress:
         report = asyncio.run(_probe(identifier, config, arguments, progress))

@@ -150,7 +150,10 @@ class Conversation:
             check_messages(messages)
         except InvalidMessage as error:
             raise EpisodeError("invalid_message", str(error)) from error
-        hashes = _prefix_hashes(messages, tools)
+        hashes = [hashlib.blake2b(encode(tools), digest_size=16)]  # of the first 0, 1, ... messages
+        for message in messages:
+            hashes.append(hashes[-1].copy())
+            hashes[-1].update(encode(message))
         digest = hashes[-1].digest()
         self._requests[digest] += 1
         name = f"{self._episode}-{digest.hex()}-{self._requests[digest]}"
@@ -178,15 +181,6 @@ class Conversation:
                 turn = next((turn for reply, turn in matches if reply is message), matches[-1][1])
                 return Continuation(turn, messages[end:])
         return None
-
-
-def _prefix_hashes(messages: list[Message], tools: list[dict[str, Any]]) -> list[ConversationHash]:
-    """Return the hashes of the first 0, 1, ... messages of a conversation."""
-    hashes = [hashlib.blake2b(encode(tools), digest_size=16)]
-    for message in messages:
-        hashes.append(hashes[-1].copy())
-        hashes[-1].update(encode(message))
-    return hashes
 
 
 def derive_seed(name: str) -> int:

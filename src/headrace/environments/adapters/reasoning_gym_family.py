@@ -133,12 +133,6 @@ def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, An
 score.before_fork = _prepared_scorer  # type: ignore[attr-defined]  # importing the library takes seconds
 
 
-def as_task(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry of a dataset as JSON."""
-    answer = None if entry["answer"] is None else str(entry["answer"])
-    return {"question": str(entry["question"]), "answer": answer, "metadata": portable(entry["metadata"])}
-
-
 def portable(value: Any) -> Any:
     """Return a value as JSON; `restored` is the inverse, except that numpy types become plain and sets frozen."""
     match value:
@@ -323,7 +317,9 @@ def _draw(request: Request, dataset: Any, index: int) -> tuple[dict[str, Any], s
 def _made(dataset: Any, index: int) -> dict[str, Any]:
     random.seed(dataset.seed + index)  # some families use the global generators
     np.random.seed(dataset.seed + index)
-    return as_task(dataset[index])
+    entry = dataset[index]
+    answer = None if entry["answer"] is None else str(entry["answer"])
+    return {"question": str(entry["question"]), "answer": answer, "metadata": portable(entry["metadata"])}
 
 
 def _fault_of_gold(request: Request, task: dict[str, Any]) -> str:

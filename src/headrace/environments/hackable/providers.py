@@ -196,7 +196,12 @@ def curriculum(
     check_choice("order", order, ORDERS)
     parts = read_parts(providers)
     shared = {"instructions": instructions, "tags": tags}
-    columns = _without_repetitions([_samples(part, seed, shared) for part in parts])
+    columns: list[list[TrainingSample]] = []
+    keys: set[str] = set()
+    for part in parts:  # an example of several providers is one task: that of the first
+        samples = _samples(part, seed, shared)
+        columns.append([sample for sample in samples if sample.key not in keys])
+        keys |= {sample.key for sample in samples}
     if shares := [part.share for part in parts if part.share is not None]:
         whole = min(len(samples) / share for samples, share in zip(columns, shares, strict=True))
         columns = [samples[: round(whole * share)] for samples, share in zip(columns, shares, strict=True)]
@@ -277,12 +282,3 @@ def _samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingS
     except TypeError as error:
         fact = f"values of provider {part.provider!r} cannot be compared: {error}"
         raise BadArgument(fact, key="order_by", value=name) from error
-
-
-def _without_repetitions(columns: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
-    """Leave out the samples of each provider that an earlier one has: an example of several providers is one task."""
-    keys: set[str] = set()
-    for number, samples in enumerate(columns):
-        columns[number] = [sample for sample in samples if sample.key not in keys]
-        keys |= {sample.key for sample in samples}
-    return columns

@@ -210,7 +210,7 @@ def _value(tokens: Tokens) -> Shape:
 
 
 def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
-    """Return the tokens without the unit, the unit, and the scale of a word like "million"."""
+    """Return the tokens without the unit, the first known unit with its exponent, and the scale of "million" etc."""
     end = len(tokens) - 4 if tokens[-4:-2] == ["^", "{"] else len(tokens)  # square inches
     if end < 2 or not is_word(tokens[end - 1]):
         return *_without_sign(tokens), 1
@@ -218,7 +218,12 @@ def _without_unit(tokens: Tokens) -> tuple[Tokens, str, int]:
     rest, sign = _without_sign(tokens[: end - 1])
     if not _is_unit(words, rest) or (end > 2 and all(token.isalpha() for token in tokens[: end - 1])):
         return tokens, "", 1
-    unit = _unit(words, exponent=tokens[-2] if end < len(tokens) else "")
+    named = words[: words.index("per")] if "per" in words else words
+    unit = next((vocabulary.SAME_UNIT[word] for word in named if word in vocabulary.SAME_UNIT), "")
+    dimension = next((vocabulary.DIMENSIONS[word] for word in named if word in vocabulary.DIMENSIONS), "")
+    exponent = (tokens[-2] if end < len(tokens) else "") or dimension
+    if unit and exponent:
+        unit = f"{unit}^{exponent}"
     return rest, unit or sign, vocabulary.SCALES.get(words[0], 1)
 
 
@@ -233,14 +238,6 @@ def _is_unit(words: list[str], value: Tokens) -> bool:
         return True
     plurals = [word for word in words if len(word) > 2 and word.endswith("s") and not word.endswith("ss")]
     return bool(plurals) or any(word in vocabulary.KNOWN_UNITS or word == "per" for word in words)
-
-
-def _unit(words: list[str], exponent: str) -> str:
-    """Return the first known unit with its exponent, ignoring words after "per"."""
-    words = words[: words.index("per")] if "per" in words else words
-    known = next((vocabulary.SAME_UNIT[word] for word in words if word in vocabulary.SAME_UNIT), "")
-    exponent = exponent or next((vocabulary.DIMENSIONS[word] for word in words if word in vocabulary.DIMENSIONS), "")
-    return f"{known}^{exponent}" if known and exponent else known
 
 
 def _without_sign(tokens: Tokens) -> tuple[Tokens, str]:
