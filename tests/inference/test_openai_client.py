@@ -72,7 +72,7 @@ async def test_tool_calls_come_as_they_are_and_have_no_text(client: OpenAIClient
 
 
 async def test_models_are_listed(client: OpenAIClient):
-    assert await client.models() == ["small", "large"]
+    assert [model.id for model in await client.models()] == ["small", "large"]
 
 
 async def test_the_key_is_that_of_the_variable_and_headers_go_along(
@@ -255,7 +255,7 @@ async def test_the_server_that_ships_is_understood(model: Any, model_directory: 
     async with client_of_engine(engine, model_directory) as engines:
         [url] = await engines.health_by_url()
         client = OpenAIClient(f"{url}/v1", "tiny")
-        assert await client.models() == ["tiny"]
+        assert [model.id for model in await client.models()] == ["tiny"]
         answer = await client.chat([{"role": "user", "content": "hi"}], max_tokens=4, temperature=0.0)
         assert answer.message["role"] == "assistant"
         assert (answer.usage.completion_tokens, answer.finish_reason) == (4, "length")

@@ -99,17 +99,13 @@ class HttpClient:
     def _send(
         self, method: str, base_url: str, route: str, body: bytes | None, limit: aiohttp.ClientTimeout, headers: Headers
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request in the session of its Unix socket, or of TCP."""
         is_unix = base_url.startswith(UNIX)
-        session = self._session(base_url.removeprefix(UNIX) if is_unix else "")
-        url = f"http://localhost{route}" if is_unix else base_url + route
-        return session.request(method, url, data=body, headers=headers, timeout=limit, allow_redirects=False)
-
-    def _session(self, socket: str) -> aiohttp.ClientSession:
-        """Return the session of a Unix socket, or of TCP if the path is empty."""
+        socket = base_url.removeprefix(UNIX) if is_unix else ""
         if socket not in self._sessions:
             connector: aiohttp.BaseConnector = (
                 aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=UNIX_KEEPALIVE_TIMEOUT_S)
-                if socket
+                if is_unix
                 else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
             )
             self._sessions[socket] = aiohttp.ClientSession(
@@ -118,7 +114,9 @@ class HttpClient:
                 headers={"Accept": "application/json", "Content-Type": "application/json"},
                 skip_auto_headers=("Accept-Encoding", "User-Agent"),
             )
-        return self._sessions[socket]
+        url = f"http://localhost{route}" if is_unix else base_url + route
+        session = self._sessions[socket]
+        return session.request(method, url, data=body, headers=headers, timeout=limit, allow_redirects=False)
 
 
 class EventParser:

@@ -166,11 +166,8 @@ class OpenAIClient:
         choice = completion.choices[0]
         return ChatResponse(choice.message, choice.finish_reason or "", completion.usage or Usage())
 
-    async def models(self) -> list[str]:
-        """Return the names of the models that the server has."""
-        return [model.id for model in await self.model_entries()]
-
-    async def model_entries(self) -> list[ModelEntry]:
+    async def models(self) -> list[ModelEntry]:
+        """Return the served models. Raises `OpenAIError`."""
         return (await self.request("/models", ModelList)).data
 
     async def request(

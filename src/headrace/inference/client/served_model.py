@@ -138,12 +138,12 @@ class ServedModel:
     async def _list_models(self, client: OpenAIClient) -> list[ModelEntry]:
         """Return the models of a server; waits, with a warning, for one that is not available yet."""
         try:
-            return await client.model_entries()
+            return await client.models()
         except OpenAIError as error:
             if not _is_temporary(error):
                 raise
             log.warning("model %s is not available yet: %s; retrying for %g s", self.model, error, self._retry_for)
-        return await self.retry(client.model_entries)
+        return await self.retry(client.models)
 
     def _is_cooling(self, client: OpenAIClient) -> bool:
         return self._cooling_until.get(client, 0.0) > time.monotonic()

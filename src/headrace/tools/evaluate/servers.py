@@ -175,7 +175,7 @@ async def find_model(urls: Sequence[str], api_key_var: str, wanted: str | None, 
         return wanted
     probe = ServedModel("", urls, api_key_var=api_key_var, retry_for=retry_for)
     try:
-        names = await probe.retry(probe.clients[0].models)
+        names = [model.id for model in await probe.retry(probe.clients[0].models)]
     except OpenAIError as error:
         address = probe.clients[0].address
         fact = f"the server has neither the Headrace API nor the OpenAI API: {error}"

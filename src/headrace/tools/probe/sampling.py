@@ -72,7 +72,7 @@ class SamplingEndpoint(NamedTuple):
             return self
         server = self.served_model()
         try:
-            names = await server.clients[0].models()
+            names = [model.id for model in await server.clients[0].models()]
         finally:
             await server.close()
         if not names:

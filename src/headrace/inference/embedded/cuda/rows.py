@@ -47,10 +47,6 @@ class PrefillRow(NamedTuple):
     """Whether its keys and values are stored; False if the request shares blocks that have them."""
 
 
-def max_items(requests: int, key_heads: int) -> int:
-    return requests + max(1, EXTRA_PROGRAMS // key_heads)
-
-
 def split_into_items(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Split requests with these numbers of keys into at most `limit` items; a request without keys has no item.
 
@@ -122,7 +118,7 @@ class StepRows:
         self.count = count
         self._key_heads = key_heads
         self._tile_tokens = tile_tokens
-        sizes = (count, tokens, max_items(count, key_heads), self.max_tiles(tokens))
+        sizes = (count, tokens, self.max_items(count), self.max_tiles(tokens))
         size = StepInputs.size(*sizes)
         self.staged = StepInputs(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), *sizes)
         self.inputs = StepInputs(torch.zeros(size, dtype=torch.uint8, device=device), *sizes)
@@ -145,7 +141,7 @@ class StepRows:
         self._table_array = self._staged_tables.numpy()
 
     def max_items(self, rows: int) -> int:
-        return max_items(rows, self._key_heads)
+        return rows + max(1, EXTRA_PROGRAMS // self._key_heads)
 
     def max_tiles(self, tokens: int) -> int:
         return tokens // self._tile_tokens + min(MAX_PREFILLS, tokens // 2) + 1
