@@ -61,7 +61,8 @@ def configure_new(parser: argparse.ArgumentParser) -> None:
 
 def run_new(arguments: argparse.Namespace) -> int:
     name = module_name(arguments.name)
-    if class_name(name, arguments.kind) in names_in_use(arguments.kind):
+    module = skeleton("placeholder_module", arguments.kind)["placeholder_module.py"]
+    if class_name(name, arguments.kind) in {*dir(builtins), *dict(defined_names(ast.parse(module)))}:
         raise BadInput("the skeleton uses this name itself", key="NAME", value=arguments.name, fix=OTHER_NAME)
     files = skeleton(name, arguments.kind)
     directory: Path = arguments.dir
@@ -88,12 +89,6 @@ def skeleton(name: str, kind: str) -> dict[str, str]:
         + "\n"
         for file, source in FILES.items()
     }
-
-
-def names_in_use(kind: str) -> set[str]:
-    """Return the names that the module of a skeleton defines or imports, and the builtins."""
-    module = "placeholder_module"
-    return {*dir(builtins), *dict(defined_names(ast.parse(skeleton(module, kind)[f"{module}.py"])))}
 
 
 def module_name(given: str) -> str:
