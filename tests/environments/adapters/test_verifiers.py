@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -326,8 +326,10 @@ async def test_hostile_replies_cost_nothing_but_the_reward():
             if completion.from_gold or completion.name == "10 MB":
                 continue
 
-            def answer(messages: Sequence[Message], make: Callable[[ChatState], Any] = completion.make) -> Any:
-                return make(ChatState(environment, task, messages, [], Random(0))) if len(messages) < 6 else "done"
+            def answer(messages: Sequence[Message], reply: Any = completion.reply) -> Any:
+                if len(messages) >= 6:
+                    return "done"
+                return reply(ChatState(environment, task, messages, [], Random(0))) if callable(reply) else reply
 
             if completion.name not in ("gold", "mistake"):
                 (rollout,), _ = await play(environment, task, answer)
