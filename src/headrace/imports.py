@@ -43,9 +43,9 @@ def load(path: str, key: str | None) -> Any:
 def _similar_name(module: ModuleType, name: str) -> str | None:
     """Return the nearest name that the module itself defines, else all of them, as a sentence."""
     own = [
-        known
-        for known, value in vars(module).items()
-        if not known.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        defined
+        for defined, value in vars(module).items()
+        if not defined.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
     if close := difflib.get_close_matches(name, own, n=1):
         return f"Did you mean {close[0]!r}?"

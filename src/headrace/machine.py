@@ -190,13 +190,13 @@ class KernelProcess(NamedTuple):
 
 def list_processes(root: Path = Path("/proc")) -> dict[int, KernelProcess]:
     """Return the processes of this host by id; empty where the kernel does not list them."""
-    found = {}
+    processes = {}
     for path in root.glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             head, _, rest = path.read_text(errors="replace").rpartition(")")  # the name may contain anything
             state, parent = rest.split()[:2]
-            found[int(path.parent.name)] = KernelProcess(int(parent), state, head.partition("(")[2])
-    return found
+            processes[int(path.parent.name)] = KernelProcess(int(parent), state, head.partition("(")[2])
+    return processes
 
 
 def free_memory() -> int:

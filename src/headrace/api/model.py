@@ -153,10 +153,10 @@ class Model:
 
     async def _complete(self, prompt: Prompt, fields: Mapping[str, Any]) -> list[Completion]:
         body = {"model": self._client.model, "prompt": await self._tokenize(prompt), **fields}
-        found = (await self._client.request("/completions", _Completions, body)).choices
+        choices = (await self._client.request("/completions", _Completions, body)).choices
         return [
             Completion(each.text, each.token_ids, np.array(each.logprobs.token_logprobs), each.finish_reason)
-            for each in found
+            for each in choices
         ]
 
 
@@ -225,8 +225,8 @@ def evaluate(
     several = [models] if isinstance(models, str | os.PathLike | Run) else models
     names = [str(model.path) if isinstance(model, Run) else os.fspath(model) for model in several]
     sampling = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
-    asked = Evaluation(output or Path(), env, dict(env_args or {}), sampling, **settings)
-    evaluation, candidates, _ = complete(asked, names, permanent=permanent)
+    requested = Evaluation(output or Path(), env, dict(env_args or {}), sampling, **settings)
+    evaluation, candidates, _ = complete(requested, names, permanent=permanent)
     with show_progress(SafeConsole(stderr=True)) as progress:
         outcomes = blocking(evaluating.evaluate(evaluation, candidates, progress))
     return [outcome.result for outcome in outcomes]

@@ -57,19 +57,19 @@ class Events:
         """Return what is new; None once the run is over and everything has been read."""
         over = self._is_over()  # before the last records are read
         records = [] if self._is_stale() else self._tail.read()
-        found = [event for record in records for event in _events_of(record)]
-        return None if over and not found else found
+        events = [event for record in records for event in _events_of(record)]
+        return None if over and not events else events
 
     def __iter__(self) -> Iterator[Event]:
-        while (found := self._read()) is not None:
-            yield from found
-            time.sleep(0 if found else POLL_S)
+        while (events := self._read()) is not None:
+            yield from events
+            time.sleep(0 if events else POLL_S)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        while (found := await asyncio.to_thread(self._read)) is not None:
-            for event in found:
+        while (events := await asyncio.to_thread(self._read)) is not None:
+            for event in events:
                 yield event
-            await asyncio.sleep(0 if found else POLL_S)
+            await asyncio.sleep(0 if events else POLL_S)
 
 
 class Plot:
@@ -127,12 +127,12 @@ class Run:
         history = read_history(self.files)
         steps = sorted({*history.steps, *history.trained})
         rows = [{**history.steps.get(step, {}), **history.trained.get(step, {}), "step": step} for step in steps]
-        known = dict.fromkeys(name for row in rows for name in row)
-        if missing := [name for name in names if name not in known]:
-            near = difflib.get_close_matches(missing[0], known, n=3, cutoff=0.5)
+        names_of_rows = dict.fromkeys(name for row in rows for name in row)
+        if missing := [name for name in names if name not in names_of_rows]:
+            near = difflib.get_close_matches(missing[0], names_of_rows, n=3, cutoff=0.5)
             fix = f"Did you mean {' or '.join(near)}?" if near else "Run.metrics() without names returns all."
             raise BadInput("not a metric of this run", key="metric", value=missing[0], fix=fix)
-        columns = ["step", *names] if names else sorted(known, key=lambda name: (name != "step", name))
+        columns = ["step", *names] if names else sorted(names_of_rows, key=lambda name: (name != "step", name))
         return pa.table({name: [row.get(name) for row in rows] for name in columns})
 
     def evaluations(self) -> pa.Table:

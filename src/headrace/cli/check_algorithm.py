@@ -79,8 +79,8 @@ def _section_of(tree: Tree, file: Path, env: str | None) -> Tree:
 
 
 def _algo(table: Tree) -> Tree | None:
-    given = table.get("algo", table.get("advantage"))
-    return None if given is None else dict(as_table(given, "type"))
+    section = table.get("algo", table.get("advantage"))
+    return None if section is None else dict(as_table(section, "type"))
 
 
 def _named(algorithm: str) -> Tree:
@@ -89,11 +89,11 @@ def _named(algorithm: str) -> Tree:
     if ":" not in path:
         return {"type": path}
     try:
-        found = imports.load(path, "algorithm")
+        loaded = imports.load(path, "algorithm")
     except BadInput:
         raise
     except Exception as error:
         fault = fault_of(error)
         raise BadInput(f"cannot be imported: {fault.text} ({fault.place})", key="algorithm", value=path) from error
-    is_function = callable(found) and not isinstance(found, type)
+    is_function = callable(loaded) and not isinstance(loaded, type)
     return {"type": "custom", "import_path": path} if is_function else {"type": path}

@@ -86,13 +86,13 @@ def separate_overrides(argv: Sequence[str], dotted: bool = False) -> tuple[list[
     return own, overrides
 
 
-def importable(given: str, what: str) -> str:
+def importable(target: str, what: str) -> str:
     """Return the import path of `my_file.py:Name`, whose folder is added to the path; other names are unchanged."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as in a run
-    file, separator, name = given.partition(":")
+    file, separator, name = target.partition(":")
     if not file.endswith(".py"):
-        return given
+        return target
     path = Path(file)
     if not path.is_file():
         raise BadInput("no such file", file=path)

@@ -85,12 +85,12 @@ def _child(kind: type[Config], key: str, tree: dict[str, Any] | None) -> tuple[s
 
 
 def _values(tree: dict[str, Any], key: str, *, is_section: bool) -> list[str]:
-    found = values_at(tree, key)
+    values = values_at(tree, key)
     if is_section:
-        return ["see its keys" if any(value is not None for _, value in found) else "unset"]
-    if [path for path, _ in found] == [key]:
-        return [value_words(found[0][1])]
-    return [f"{value_words(value)} in {path}" for path, value in found] or ["unset"]
+        return ["see its keys" if any(value is not None for _, value in values) else "unset"]
+    if [path for path, _ in values] == [key]:
+        return [value_words(values[0][1])]
+    return [f"{value_words(value)} in {path}" for path, value in values] or ["unset"]
 
 
 def _fact(label: str, fact: str) -> str:

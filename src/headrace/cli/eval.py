@@ -176,8 +176,8 @@ def read_evaluation(arguments: argparse.Namespace) -> Evaluation:
     if arguments.samples > 1 and arguments.temperature == 0:
         fact = "samples of temperature 0 are all alike"
         raise BadInput(fact, key="--samples", value=arguments.samples, fix="Set --temperature, or leave --samples out.")
-    given = {key: value for key in SAMPLING if (value := getattr(arguments, key)) is not None}
-    sampling, _ = validate(SamplingConfig, given, "command line")
+    set_keys = {key: value for key in SAMPLING if (value := getattr(arguments, key)) is not None}
+    sampling, _ = validate(SamplingConfig, set_keys, "command line")
     renderer, env_args = dict(arguments.renderer), dict(arguments.env_args)
     validate(RendererConfig, renderer, "--renderer")
     if arguments.level is not None:

@@ -91,14 +91,14 @@ def skeleton(name: str, kind: str) -> dict[str, str]:
     }
 
 
-def module_name(given: str) -> str:
+def module_name(text: str) -> str:
     """Return a module name: `my_env` for `my-env` and `MyEnv`."""
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]+", "_", given).lower()
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]+", "_", text).lower()
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         fact = "cannot be the name of a module"
-        raise BadInput(fact, key="NAME", value=given, fix="Use letters, digits and -, a letter first.")
+        raise BadInput(fact, key="NAME", value=text, fix="Use letters, digits and -, a letter first.")
     if importlib.util.find_spec(name) is not None:
-        raise BadInput(f"there is a module {name} already", key="NAME", value=given, fix=OTHER_NAME)
+        raise BadInput(f"there is a module {name} already", key="NAME", value=text, fix=OTHER_NAME)
     return name
 
 

@@ -86,15 +86,15 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    found = Run(arguments.run).verify()
-    for damage in found.damages:
+    verification = Run(arguments.run).verify()
+    for damage in verification.damages:
         print(f"{damage.problem.rstrip('.')}. {damage.recovery}".rstrip())
-    places = Counter(path.parts[0] if len(path.parts) > 1 else str(path) for path in found.without_digest)
+    places = Counter(path.parts[0] if len(path.parts) > 1 else str(path) for path in verification.without_digest)
     shown = [f"{place} ({count} files)" if count > 1 else place for place, count in places.items()]
-    print(f"{len(found.whole)} files match their digests, {len(found.damages)} are damaged")
+    print(f"{len(verification.whole)} files match their digests, {len(verification.damages)} are damaged")
     if shown:
         print(f"without a digest: {', '.join(shown)}")
-    return 1 if found.damages else 0
+    return 1 if verification.damages else 0
 
 
 def configure_tokens(parser: argparse.ArgumentParser) -> None:

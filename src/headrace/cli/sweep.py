@@ -92,9 +92,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         print(f"{len(runs)} runs in {directory}, {at_once} at once\n{_plan_table(runs)}")
         return 0
     with hold(directory) as lock:
-        known = read_record(directory)
-        record = revise_record(known, runs, {job.name: job.config for job in jobs}, files)
-        check_settings(directory, known, record, clean=arguments.clean)
+        previous = read_record(directory)
+        record = revise_record(previous, runs, {job.name: job.config for job in jobs}, files)
+        check_settings(directory, previous, record, clean=arguments.clean)
         if on_slurm:
             note_outcomes(directory, record)
             states = {run.name: state_of(run, directory) for run in record.planned}

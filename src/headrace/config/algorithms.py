@@ -57,8 +57,8 @@ class ImportConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_text_as_path(cls, given: Any) -> Any:
-        return as_table(given, "import_path")
+    def _read_text_as_path(cls, value: Any) -> Any:
+        return as_table(value, "import_path")
 
 
 KlReference = Annotated[

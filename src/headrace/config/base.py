@@ -69,14 +69,14 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_booleans_for_numbers(cls, given: Any) -> Any:
+    def _refuse_booleans_for_numbers(cls, table: Any) -> Any:
         """Refuse booleans for numbers: pydantic reads `--key` without a value, which is true, as 1."""
-        if not isinstance(given, dict):
-            return given
-        flags = [key for key, value in given.items() if isinstance(value, bool) and key in cls.model_fields]
+        if not isinstance(table, dict):
+            return table
+        flags = [key for key, value in table.items() if isinstance(value, bool) and key in cls.model_fields]
         kinds = {key: kinds_of(cls.model_fields[key].annotation) for key in flags}
         wrong = [key for key in flags if {int, float} & kinds[key] and not {bool, Any} & kinds[key]]
-        return {**given, **{key: BooleanForNumber(given[key]) for key in wrong}}
+        return {**table, **{key: BooleanForNumber(table[key]) for key in wrong}}
 
     @classmethod
     def alternatives(cls) -> list[type[BaseModel]]:
@@ -185,30 +185,30 @@ def as_table(value: Any, key: str, plain: type | tuple[type, ...] = str) -> Any:
 def rename_key(table: dict[str, Any], other: str, name: str, within: str = "") -> dict[str, Any]:
     """Return the table with the key `other` renamed to `name`."""
     rest = {key: value for key, value in table.items() if key != other}
-    given = table[other]
-    return {**rest, name: merge_names(rest.get(name, given), given, f"{within}{name}", f"{within}{other}")}
+    moved = table[other]
+    return {**rest, name: merge_names(rest.get(name, moved), moved, f"{within}{name}", f"{within}{other}")}
 
 
-def merge_names(explicit: Any, given: Any, name: str, other: str) -> Any:
+def merge_names(explicit: Any, renamed: Any, name: str, other: str) -> Any:
     """Merge the values of a key `name` and of its other name `other`; raise if they differ.
 
     An empty `name` is the section itself.
     """
-    explicit, given = _expand_like(explicit, given), _expand_like(given, explicit)
-    if isinstance(explicit, dict) and isinstance(given, dict):
+    explicit, renamed = _expand_like(explicit, renamed), _expand_like(renamed, explicit)
+    if isinstance(explicit, dict) and isinstance(renamed, dict):
         both = {
             key: merge_names(explicit[key], value, f"{name}.{key}".removeprefix("."), f"{other}.{key}")
-            for key, value in given.items()
+            for key, value in renamed.items()
             if key in explicit
         }
-        return {**explicit, **given, **both}
-    if isinstance(explicit, list) and isinstance(given, list) and len(explicit) == len(given):
-        return [merge_names(*pair, name, other) for pair in zip(explicit, given, strict=True)]
-    one, two = (value if isinstance(value, list) else [value] for value in (explicit, given))
+        return {**explicit, **renamed, **both}
+    if isinstance(explicit, list) and isinstance(renamed, list) and len(explicit) == len(renamed):
+        return [merge_names(*pair, name, other) for pair in zip(explicit, renamed, strict=True)]
+    one, two = (value if isinstance(value, list) else [value] for value in (explicit, renamed))
     if one != two:
         fact = f"another name of {name}, which is {shown_value(explicit)}"
         fix = "Give one of them, or the same value twice."
-        raise InvalidValue(fact, key=other, value=given, fix=fix)
+        raise InvalidValue(fact, key=other, value=renamed, fix=fix)
     return explicit
 
 

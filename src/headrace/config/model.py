@@ -15,16 +15,16 @@ from headrace.config.headers import find_invalid_header
 from headrace.errors import InvalidValue
 
 
-def _http_url(given: str) -> str:
-    parts = urlsplit(given)
+def _http_url(url: str) -> str:
+    parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        address = given.partition("://")[2] or given or "host:port"
-        raise InvalidValue("not a URL", value=given, fix=f'Write "http://{address}".')
+        address = url.partition("://")[2] or url or "host:port"
+        raise InvalidValue("not a URL", value=url, fix=f'Write "http://{address}".')
     try:
         _ = parts.port
     except ValueError as error:
-        raise InvalidValue(f"not a URL: {error}", value=given, fix='Write "http://host:port".') from error
-    return given
+        raise InvalidValue(f"not a URL: {error}", value=url, fix='Write "http://host:port".') from error
+    return url
 
 
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
@@ -50,8 +50,8 @@ class LatentsConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _type_alone(cls, given: Any) -> Any:
-        return as_table(given, "type")
+    def _type_alone(cls, value: Any) -> Any:
+        return as_table(value, "type")
 
     @property
     def has_gates(self) -> bool:
@@ -80,9 +80,9 @@ class ModelConfig(Config):
     """Think in latent space; unset: in tokens. Embedded engine and `orchestrator.max_async_level = 0` only."""
 
     def problems(self) -> Iterator[InvalidValue]:
-        given = [key for key in ("name", "init", "sft") if getattr(self, key) is not None]
-        if len(given) > 1:
-            *others, key = given
+        sources = [key for key in ("name", "init", "sft") if getattr(self, key) is not None]
+        if len(sources) > 1:
+            *others, key = sources
             fact = f"{' and '.join(others)} also {'sets' if len(others) == 1 else 'set'} the model"
             yield self.invalid(key, fact, "Give one of name, init and sft.")
 
@@ -106,8 +106,8 @@ class RendererConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_alone(cls, given: Any) -> Any:
-        return as_table(given, "name")
+    def _name_alone(cls, value: Any) -> Any:
+        return as_table(value, "name")
 
 
 class SamplingConfig(Config):
@@ -151,36 +151,36 @@ class FrozenModelConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _require_server(cls, given: Any) -> Any:
-        if isinstance(given, dict) and not given.get("base_url"):
-            fact = f"the server of {given.get('name', 'a frozen model')} is not set"
+    def _require_server(cls, table: Any) -> Any:
+        if isinstance(table, dict) and not table.get("base_url"):
+            fact = f"the server of {table.get('name', 'a frozen model')} is not set"
             fix = 'Set base_url = "http://host:port/v1".'
-            raise InvalidValue(fact, key="base_url", value=given.get("base_url"), fix=fix)
-        return given
+            raise InvalidValue(fact, key="base_url", value=table.get("base_url"), fix=fix)
+        return table
 
     @field_validator("base_url", mode="before")
     @classmethod
-    def _one_or_several(cls, given: Any) -> Any:
-        return [given] if isinstance(given, str) else given
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @field_validator("api_key_var")
     @classmethod
-    def _names_a_variable(cls, given: str | None) -> str | None:
-        if given is not None and not re.fullmatch(r"[A-Za-z_]\w*", given):
+    def _names_a_variable(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
             # The value is not shown: it may be a key, by mistake.
             fix = "Put the key into a variable, and write the name of the variable here, never the key itself."
             raise InvalidValue("not the name of an environment variable", fix=fix)
-        return given
+        return name
 
     @field_validator("headers", mode="before")
     @classmethod
-    def _can_be_sent(cls, given: Any) -> Any:
+    def _can_be_sent(cls, headers: Any) -> Any:
         # Before pydantic checks types: its error would show a value, which may be a secret.
-        if not isinstance(given, dict):
+        if not isinstance(headers, dict):
             raise InvalidValue("not a table", fix='Write headers as { X-Team = "mill" }.')
-        if (fact := find_invalid_header(given)) is not None:
+        if (fact := find_invalid_header(headers)) is not None:
             raise InvalidValue(fact)
-        return given
+        return headers
 
 
 class PastPolicyConfig(Config):
@@ -190,23 +190,27 @@ class PastPolicyConfig(Config):
     """Take the current policy after each step that this divides; until the first one, it is the start of the run."""
 
 
-def model_tag(given: Any) -> str:
+def model_tag(reference: Any) -> str:
     """Return the kind of a reference to a model: a text, a past policy or a frozen model."""
-    if isinstance(given, str):
+    if isinstance(reference, str):
         return "text"
-    return "past" if isinstance(given, PastPolicyConfig) or (isinstance(given, dict) and "every" in given) else "frozen"
+    return (
+        "past"
+        if isinstance(reference, PastPolicyConfig) or (isinstance(reference, dict) and "every" in reference)
+        else "frozen"
+    )
 
 
 def only_text(text: str, other: str = "") -> BeforeValidator:
     """Refuse texts but this one; `other` is what may also be written, for the error."""
 
-    def check(given: Any) -> Any:
-        if isinstance(given, str) and given != text:
-            fix = f'Write "{text}", {other}or a table: {{ name = "{given}", base_url = "http://host:port/v1" }}.'
+    def check(reference: Any) -> Any:
+        if isinstance(reference, str) and reference != text:
+            fix = f'Write "{text}", {other}or a table: {{ name = "{reference}", base_url = "http://host:port/v1" }}.'
             raise InvalidValue(
-                f'a text other than "{text}" does not say where the model is served', value=given, fix=fix
+                f'a text other than "{text}" does not say where the model is served', value=reference, fix=fix
             )
-        return given
+        return reference
 
     return BeforeValidator(check)
 

@@ -167,9 +167,9 @@ class OrchestratorRendererConfig(RendererConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _absent_is_none(cls, given: Any) -> Any:
+    def _absent_is_none(cls, value: Any) -> Any:
         """Read null as "none": no renderer."""
-        return {"name": "none"} if given is None else given
+        return {"name": "none"} if value is None else value
 
 
 FILTERS: Registry[FilterConfig] = Registry("filter")

@@ -64,9 +64,9 @@ class Registry(Generic[T]):
         chosen = value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", self.default)
         return IMPORTED if ":" in str(chosen) else str(chosen or self.names[0])
 
-    def table(self, given: Any, base: type[T]) -> Any:
+    def table(self, value: Any, base: type[T]) -> Any:
         """Write a section in the one form that is validated; refuse a type that is not registered."""
-        table = as_table(given, "type")
+        table = as_table(value, "type")
         if not isinstance(table, dict):
             return table
         table = base.expand_shorthands(dict(table))
@@ -120,4 +120,4 @@ class Alternative(Config):
             raise RuntimeError(f"no {registry.kind} is registered: import headrace.runfile before this section is used")
         choices = {name: handler.generate_schema(section) for name, section in registry.sections.items()}
         union = core_schema.tagged_union_schema(choices, discriminator=registry.tag)
-        return core_schema.no_info_before_validator_function(lambda given: registry.table(given, cls), union)
+        return core_schema.no_info_before_validator_function(lambda value: registry.table(value, cls), union)

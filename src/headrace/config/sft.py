@@ -73,17 +73,17 @@ class SourceConfig(Config):
 
     def problems(self) -> Iterator[InvalidValue]:
         """Yield what is wrong unless exactly one origin is given, and with it only what belongs to it."""
-        given = [origin for origin in self.ORIGINS if getattr(self, origin) is not None]
+        origins = [origin for origin in self.ORIGINS if getattr(self, origin) is not None]
         one = f"Give exactly one of {', '.join(self.ORIGINS[:-1])} and {self.ORIGINS[-1]}."
-        if len(given) > 1:
-            yield self.invalid(given[-1], f"{given[0]} is set, too", one)
+        if len(origins) > 1:
+            yield self.invalid(origins[-1], f"{origins[0]} is set, too", one)
         for key, owners in BELONGS.items():
             value = getattr(self, key, None)
             shown = value.model_dump(exclude_none=True) if isinstance(value, Config) else value
-            if not {*given} & {*owners} and shown not in (None, {}):
-                fact = f"belongs to {' or '.join(owners)}, and {given[0] if given else 'nothing'} is given"
-                yield InvalidValue(fact, key=key, value=shown, fix="Leave it out." if given else one)
-        if not given:
+            if not {*origins} & {*owners} and shown not in (None, {}):
+                fact = f"belongs to {' or '.join(owners)}, and {origins[0] if origins else 'nothing'} is given"
+                yield InvalidValue(fact, key=key, value=shown, fix="Leave it out." if origins else one)
+        if not origins:
             yield InvalidValue("no source of examples is set", fix=one)
 
 

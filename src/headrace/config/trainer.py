@@ -15,13 +15,13 @@ from headrace.errors import InvalidValue
 from headrace.rollout.version import past_step
 
 
-def _by_type(default: str, noun: str, known: str) -> Discriminator:
+def _by_type(default: str, noun: str, types: str) -> Discriminator:
     """Choose the member of a union by the `type` of a table."""
 
     def chosen(value: Any) -> str:
         return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default))
 
-    message = f"no such {noun}. Known: {known}"
+    message = f"no such {noun}. Known: {types}"
     return Discriminator(chosen, custom_error_type=f"unknown_{noun}", custom_error_message=message)
 
 

@@ -102,7 +102,7 @@ def check_run(config: AnyRun, began_with: str | None = None, *, downloads: bool 
     offline = nullcontext() if downloads else hub_offline()
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as scratch, offline:
         subject = Subject(config, Path(scratch), began_with, downloads=downloads)
-        problems = {(found.key, found.fact): found for check in CHECKS for found in check(subject)}
+        problems = {(error.key, error.fact): error for check in CHECKS for error in check(subject)}
     # A key whose value is copied from another key with the same problem is not reported.
     copies = [
         (key, fact)
@@ -138,8 +138,8 @@ def check_monitors(subject: Subject) -> Iterator[BadInput]:
     except BadInput as error:
         yield error
     for name in packages:
-        found = find_spec(name)
-        if found is None or found.origin is None:  # else a folder of that name, as W&B leaves behind
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # else a folder of that name, as W&B leaves behind
             fix = f"pip install 'headrace[{name}]', or remove the section."
             yield BadInput(f"the package {name} is not installed", key=f"[{name}]", fix=fix)
 

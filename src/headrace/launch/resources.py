@@ -86,8 +86,8 @@ def occupied_bytes(run: Path) -> int:
     for name in ("checkpoints", "weights", "model"):
         for folder, _, names in os.walk(run / name):
             for entry in names:
-                found = os.lstat(os.path.join(folder, entry))
-                files[found.st_ino] = found.st_size  # a permanent checkpoint is a link to another one
+                stat = os.lstat(os.path.join(folder, entry))
+                files[stat.st_ino] = stat.st_size  # a permanent checkpoint is a link to another one
     return sum(files.values())
 
 

@@ -41,12 +41,12 @@ def find_server(target: str, key_var: str) -> ChatClient | None:
     return _find_live_server(RunDir(Path(target))) if is_run(Path(target)) else None
 
 
-def base_url(given: str) -> str:
+def base_url(address: str) -> str:
     """Return a server address as a base URL: `/v1` is added if it has no path."""
-    parts = urlsplit(given)
+    parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput("not the URL of a server", value=given, fix="Write http://HOST:PORT.")
-    return f"{given.rstrip('/')}/v1" if parts.path in ("", "/") else given.rstrip("/")
+        raise BadInput("not the URL of a server", value=address, fix="Write http://HOST:PORT.")
+    return f"{address.rstrip('/')}/v1" if parts.path in ("", "/") else address.rstrip("/")
 
 
 def key_in(variable: str) -> str | None:

@@ -168,7 +168,7 @@ class Supervisor:
             self._oom.observe(now)
             self._diagnose({process.name for process in running})
             self._view.show(self.history, self._statuses, self._findings)
-            problem = next((str(found) for found in self._findings if found.severity == "problem"), "")
+            problem = next((str(finding) for finding in self._findings if finding.severity == "problem"), "")
             self._heartbeat.update(
                 self.history.step,
                 self.history.moves,

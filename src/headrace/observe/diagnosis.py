@@ -82,19 +82,19 @@ def diagnose(run: RunState, stall_s: float = STALL_S) -> list[Finding]:
     """Return what is wrong, causes before consequences."""
     if not run.is_running:
         return [*_ended(run), *_disk(run), *_pace(run)]
-    found = [*_launcher(run)]
-    if not any(finding.kind == "gone" for finding in found):
-        found += _lost_processes(run, min(stall_s, SILENT_S))
-    found += [*_disk(run), *_servers_and_clocks(run)]
-    if not _has_problem(found):
-        found += [*_reported(run), *_waits(run), *_episodes(run), *_queues(run)]
-    if not _has_problem(found):
-        found += _stall(run, stall_s)
-    return [*found, *_pace(run)]
+    findings = [*_launcher(run)]
+    if not any(finding.kind == "gone" for finding in findings):
+        findings += _lost_processes(run, min(stall_s, SILENT_S))
+    findings += [*_disk(run), *_servers_and_clocks(run)]
+    if not _has_problem(findings):
+        findings += [*_reported(run), *_waits(run), *_episodes(run), *_queues(run)]
+    if not _has_problem(findings):
+        findings += _stall(run, stall_s)
+    return [*findings, *_pace(run)]
 
 
-def _has_problem(found: Sequence[Finding]) -> bool:
-    return any(finding.severity == "problem" for finding in found)
+def _has_problem(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity == "problem" for finding in findings)
 
 
 RESUME = "headrace rl FILE --resume (or sft, dpo) continues from the newest checkpoint."

@@ -103,8 +103,8 @@ class MetricsCollector:
         if not parts:
             return
         if self._positions is None:
-            known = self._mark.name in names(self._directory)
-            self._positions = msgspec.json.decode(self._mark.read_bytes(), type=dict[str, int]) if known else {}
+            has_mark = self._mark.name in names(self._directory)
+            self._positions = msgspec.json.decode(self._mark.read_bytes(), type=dict[str, int]) if has_mark else {}
         collected = bytearray()
         for name in parts:
             with open(self._directory / name, "rb") as file:

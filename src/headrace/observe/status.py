@@ -280,11 +280,11 @@ class StatusReader:
         """Return the content of a file, which is read only if it has changed: there may be hundreds."""
         stat = path.stat()
         written = (stat.st_ino, stat.st_mtime_ns)
-        known = self._decoded.get(path.name)
-        if known is None or known[0] != written:
+        decoded = self._decoded.get(path.name)
+        if decoded is None or decoded[0] != written:
             status = msgspec.json.decode(path.read_bytes(), type=ObservedStatus)
-            known = self._decoded[path.name] = (written, status)
-        return known[1]
+            decoded = self._decoded[path.name] = (written, status)
+        return decoded[1]
 
 
 @contextmanager

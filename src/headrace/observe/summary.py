@@ -387,11 +387,11 @@ def describe_failures(entries: Sequence[EnvironmentReport]) -> list[str]:
 def _settings(run: RunDir) -> list[tuple[str, Any]]:
     """Return the few keys of the saved configuration that identify the run."""
     saved = _saved_config(run)
-    found = {
+    settings = {
         "model.name": saved.model.name,
         "orchestrator.train.env": ", ".join(env.name for env in saved.orchestrator.train.env) or None,
         "optim.lr" if saved.trainer is None else "trainer.optim.lr": (saved.trainer or saved).optim.lr,
         "max_steps": saved.max_steps,
         "seed": saved.seed,
     }
-    return [(key, value) for key, value in found.items() if value is not None]
+    return [(key, value) for key, value in settings.items() if value is not None]

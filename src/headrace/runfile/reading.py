@@ -119,20 +119,20 @@ def anchor_paths(tree: Tree, keys: Iterable[str], directory: Path) -> None:
     """Make relative paths in a file mean the same from every working directory."""
     for key in keys:
         node, name = holder_of(tree, key.split("."))
-        given = node.get(name)
-        if isinstance(given, str):
-            node[name] = str((directory / given).resolve())
-        elif isinstance(given, list):
-            node[name] = [str((directory / path).resolve()) if isinstance(path, str) else path for path in given]
+        value = node.get(name)
+        if isinstance(value, str):
+            node[name] = str((directory / value).resolve())
+        elif isinstance(value, list):
+            node[name] = [str((directory / path).resolve()) if isinstance(path, str) else path for path in value]
 
 
 def _drop_equal(section: Tree, name: str, value: Any) -> None:
     """Drop a key with this value; of a table, the keys that have the same values."""
-    given = section[name]
-    if isinstance(given, dict) and isinstance(value, dict):
-        for key in given.keys() & value.keys():
-            _drop_equal(given, key, value[key])
-    elif given == value:
+    present = section[name]
+    if isinstance(present, dict) and isinstance(value, dict):
+        for key in present.keys() & value.keys():
+            _drop_equal(present, key, value[key])
+    elif present == value:
         del section[name]
 
 
@@ -143,8 +143,8 @@ def drop_alternatives(kind: type[Config], tree: Tree, written: Mapping[str, Any]
     that belong to other types alone.
     """
     for group in kind.ALTERNATIVES:
-        given = {key for key in group if any(f"{name}.".startswith(f"{key}.") for name in written)}
-        for key in set(group) - given if given else ():
+        chosen_keys = {key for key in group if any(f"{name}.".startswith(f"{key}.") for name in written)}
+        for key in set(group) - chosen_keys if chosen_keys else ():
             drop(tree, key.split("."))
     for key, value in written.items():
         *parents, name = key.split(".")
@@ -277,9 +277,9 @@ def explain_all(
     """Return every problem once; a key that `filled_from` fills does not repeat the problem of its source."""
     problems: dict[tuple[str, str], BadInput] = {}
     for details in error.errors():
-        key, known = _trace(kind, details)
+        key, keys = _trace(kind, details)
         if not any((source, details["type"]) in problems for source in filled_sources(key, filled_from)):
-            problems[key, details["type"]] = located(_explain(kind, details, key, known), origins)
+            problems[key, details["type"]] = located(_explain(kind, details, key, keys), origins)
     return list(problems.values())
 
 
@@ -298,15 +298,15 @@ def located(problem: BadInput, origins: Origins) -> BadInput:
     return problem
 
 
-def _explain(kind: type[BaseModel], details: Any, key: str, known: list[str]) -> BadInput:
+def _explain(kind: type[BaseModel], details: Any, key: str, keys: list[str]) -> BadInput:
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, InvalidValue):
         whole_key = ".".join(part for part in (key, cause.key) if part)
         return BadInput(cause.fact, key=whole_key, value=cause.value, fix=cause.fix, file=cause.file, line=cause.line)
     if details["type"] == "extra_forbidden":
-        close = nearest(kind, key, known)
+        close = nearest(kind, key, keys)
         if close == ".".join(part for part in key.split(".") if not part.isdecimal()):
-            return BadInput("a key of another `type`", key=key, fix=f"This one has {', '.join(known)}.")
+            return BadInput("a key of another `type`", key=key, fix=f"This one has {', '.join(keys)}.")
         return BadInput("unknown key", key=key, fix=suggest_key(key, close))
     if details["type"] == "missing":
         return BadInput("required, and not set", key=key)
@@ -340,8 +340,8 @@ def _trace(kind: type[BaseModel], details: Any) -> tuple[str, list[str]]:
             members = [member for annotation in inside for member in members_of(annotation)]
     if unknown:
         path.append(details["loc"][-1])
-    known = [name for member in members for name in getattr(member.kind, "model_fields", ())]
-    return ".".join(str(part) for part in path), known
+    keys = [name for member in members for name in getattr(member.kind, "model_fields", ())]
+    return ".".join(str(part) for part in path), keys
 
 
 def _types_under(kind: Any, part: Any) -> list[Any]:

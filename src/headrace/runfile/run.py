@@ -207,14 +207,14 @@ class RunConfig(Config):
         return hinted_length(self.seq_len) if any(algo.hints_policy for algo in algorithms) else self.seq_len
 
     def notices(self) -> list[str]:
-        given, longest = self.inference.max_model_len, self._longest_request()
-        assert given is not None  # it is filled
+        limit, longest = self.inference.max_model_len, self._longest_request()
+        assert limit is not None  # it is filled
         return self.orchestrator.notices() + [  # hints may be short, and then fewer tokens will do
             f"orchestrator.train.env {env.name!r}: {algo.type} has the policy score hints with their samples, and "
-            f"inference.max_model_len is {given}: such a sequence may have {longest} tokens, and rollouts with one "
+            f"inference.max_model_len is {limit}: such a sequence may have {longest} tokens, and rollouts with one "
             f"too long are {algo.UNSCORED}; leave it out for that, or keep it if hints are that much shorter."
             for env in self.orchestrator.train.env
-            if given < longest and (algo := self.orchestrator.algo_of(env)).hints_policy
+            if limit < longest and (algo := self.orchestrator.algo_of(env)).hints_policy
         ]
 
 
@@ -230,9 +230,9 @@ def _fill(tree: dict[str, Any], path: list[str], value: Any, source: str) -> Non
             return  # not a table: validation of the tree says so better
     key = path[-1]
     if isinstance(value, dict) and isinstance(node.get(key, {}), dict):
-        known = {name for section in sections_at(RunConfig, path) for name in section.model_fields}
+        names = {name for section in sections_at(RunConfig, path) for name in section.model_fields}
         for name, inner in value.items():
-            if name in known:
+            if name in names:
                 _fill(tree, [*path, name], inner, f"{source}.{name}")
     elif key not in node:
         node[key] = value

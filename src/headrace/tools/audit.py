@@ -327,11 +327,11 @@ def compare_draws(
     for entry in entries:
         own = [draw for draw in draws if draw.env == entry.env]
         observed = [result for result in results if result.env == entry.env and result.rewards]
-        found = list(_redraw(entry, seed, own, observed, epochs))
-        unknown += sum(key is None for _, key in found)
+        redrawn = list(_redraw(entry, seed, own, observed, epochs))
+        unknown += sum(key is None for _, key in redrawn)
         report.problems += shortened(
             f"draw {draw.id} has task {draw.task_key}, but the seed and the rewards before it give {key}"
-            for draw, key in found
+            for draw, key in redrawn
             if key not in (None, draw.task_key)
         )
     if unknown:
@@ -356,5 +356,5 @@ def _redraw(
             for result in results[sampler.observed : draw.observed]:
                 if epochs[result.draw][1] <= drawn_in:  # else it has taken the place of one that a kill has undone
                     sampler.observe(result.task_key, result.rewards)
-        known = not learns or sampler.observed == draw.observed
-        yield draw, sampler.draw(draw.position).key if known else None
+        is_determined = not learns or sampler.observed == draw.observed
+        yield draw, sampler.draw(draw.position).key if is_determined else None

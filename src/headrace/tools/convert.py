@@ -75,11 +75,11 @@ def convert(file: Path, system: str | None = None, rewards_file: str = "rewards.
         made.left_out = [LeftOut(name, None, "It is not a literal in the script.") for name in script.unread]
     else:
         content = read_file(file)
-        found = system or _recognize(content, file)
-        if found == "trl":
-            made = Conversion(found, translate_trl(content, ""))
+        recognized = system or _recognize(content, file)
+        if recognized == "trl":
+            made = Conversion(recognized, translate_trl(content, ""))
         else:
-            made = Conversion(found, content, notices=replace_foreign_keys(content))
+            made = Conversion(recognized, content, notices=replace_foreign_keys(content))
             made.renamed, left = translate_prime_rl(content)
             made.left_out = [LeftOut(*each) for each in left]
     with TemporaryDirectory() as folder:  # where the reward functions can be imported from
@@ -195,15 +195,15 @@ def _translate_environment(env: Tree, place: str, left: list[tuple[str, Any, str
     taskset, harness = env.pop("taskset", None), env.pop("harness", None)
     if harness is not None:
         left.append((f"{place}.harness", harness, "A taskset brings its own; docs/how-to/verifiers.md names others."))
-    given = taskset.get("id") if isinstance(taskset, dict) else env.get("id")
-    if not isinstance(given, str):
+    identifier = taskset.get("id") if isinstance(taskset, dict) else env.get("id")
+    if not isinstance(identifier, str):
         return []
-    name = given.removeprefix("verifiers:").rpartition("/")[2].partition("@")[0]
+    name = identifier.removeprefix("verifiers:").rpartition("/")[2].partition("@")[0]
     env["id"] = name if name in SHIPPED else f"verifiers:{name}"
     if isinstance(taskset, dict) and (options := {key: value for key, value in taskset.items() if key != "id"}):
         env["args"] = {**options, **env.get("args", {})}
     theirs = "taskset.id" if taskset else "id"
-    return [] if (theirs, given) == ("id", env["id"]) else [(f"{place}.{theirs}", f"{place}.id = {env['id']}")]
+    return [] if (theirs, identifier) == ("id", env["id"]) else [(f"{place}.{theirs}", f"{place}.id = {env['id']}")]
 
 
 SCRIPT_FIELDS = ("model_name_or_path", "dataset_name", "dataset_config", "dataset_train_split", "reward_funcs")
@@ -248,8 +248,8 @@ def read_script(source: str) -> Script:
         elif name == "GRPOTrainer":
             if "model" in fields and (literal := _literal(fields["model"])):
                 settings["model_name_or_path"] = literal[0]
-            given = fields.get("reward_funcs")
-            items = given.elts if isinstance(given, ast.List | ast.Tuple) else [] if given is None else [given]
+            rewards = fields.get("reward_funcs")
+            items = rewards.elts if isinstance(rewards, ast.List | ast.Tuple) else [] if rewards is None else [rewards]
             functions = [item.id for item in items if isinstance(item, ast.Name)]
             unread += ["reward_funcs"] if len(functions) != len(items) else []
         elif name == "load_dataset":

@@ -120,5 +120,5 @@ def add_tools(rows: Sequence[Row], environments: Sequence[EnvConfig]) -> Iterato
                 yield f"pairs of {entry.name} have no tools: {error}"
             continue
         for row in own:
-            if found := tools.get(row["task_key"]):
-                row["tools"] = found
+            if schemas := tools.get(row["task_key"]):
+                row["tools"] = schemas

@@ -358,9 +358,9 @@ class Engine:
         """Copy the routes by which the tokens of a request were sampled, before it is computed again."""
         last = request.prompt_length + len(request.logprobs) - 1  # it has not been computed yet
         if self.routes is not None and request.params.routed_experts and request.has_sampled:
-            known = sum(map(len, request.routes))
-            if known < last <= request.computed:
-                request.routes.append(self.routes.read(request.blocks, known, last))
+            copied = sum(map(len, request.routes))
+            if copied < last <= request.computed:
+                request.routes.append(self.routes.read(request.blocks, copied, last))
 
     def _isolate(self, requests: list[Request], error: Exception) -> None:
         """Handle a failed forward: fail its only request, or compute each of several alone to find the one at fault."""

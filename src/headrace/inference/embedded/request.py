@@ -282,8 +282,8 @@ class Request:
         self.logprobs.append(logprob)  # last: other threads read its length
         if self.params.stop:
             assert self._stop_strings is not None
-            known = tokens if place + 1 == len(tokens) else tokens[: place + 1]
-            self._stopped_by = self._stop_strings.find_completed(self.params.stop, known, self.prompt_length)
+            until_here = tokens if place + 1 == len(tokens) else tokens[: place + 1]
+            self._stopped_by = self._stop_strings.find_completed(self.params.stop, until_here, self.prompt_length)
         if self.counts is not None:
             self.counts.add(token)
         if self._stopped_by is None and token not in self.stop_ids:

@@ -145,12 +145,12 @@ def _rename_keys(table: Tree, names: dict[str, str], section: str) -> Tree:
     return table
 
 
-def unknown_keys(table: Tree, known: Collection[str], section: str = "") -> list[BadInput]:
-    """Return an error for each key of a table that is not among `known`."""
+def unknown_keys(table: Tree, allowed: Collection[str], section: str = "") -> list[BadInput]:
+    """Return an error for each key of a table that is not among `allowed`."""
     problems = []
     for name in table:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
             fix = HINTS.get(name) or (f"Did you mean {section}{close[0]}?" if close else None)
             problems.append(BadInput("unknown key", key=f"{section}{name}", fix=fix))
     return problems
@@ -273,10 +273,10 @@ def contradictions(result: Translated, explicit: Tree) -> list[BadInput]:
     return problems
 
 
-def _unknown(noun: str, key: str, value: str, known: Collection[str]) -> BadInput:
-    close = difflib.get_close_matches(value, known, n=1)
+def _unknown(noun: str, key: str, value: str, names: Collection[str]) -> BadInput:
+    close = difflib.get_close_matches(value, names, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
-    return BadInput(f"unknown {noun}", key=key, value=value, fix=f"{hint}Known: {', '.join(known)}.")
+    return BadInput(f"unknown {noun}", key=key, value=value, fix=f"{hint}Known: {', '.join(names)}.")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -71,15 +71,15 @@ def check_kwargs(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[BadIn
     text, since TOML has no null.
     """
     parameters, noun = plugin.parameters, plugin.registry.what
-    known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    values = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in known)}
+    accepted = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    values = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in accepted)}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in [name for name in values if name not in known and not takes_any]:
-        close = difflib.get_close_matches(name, known, n=1)
+    for name in [name for name in values if name not in accepted and not takes_any]:
+        close = difflib.get_close_matches(name, accepted, n=1)
         hint = f"Did you mean {plugin.key}.{close[0]}? " if close else ""
-        fix = f"{hint}{noun.capitalize()} {plugin.name!r} takes {', '.join(known) or 'no kwargs'}."
+        fix = f"{hint}{noun.capitalize()} {plugin.name!r} takes {', '.join(accepted) or 'no kwargs'}."
         problems.append(BadInput("unknown key", key=f"{plugin.key}.{name}", fix=fix))
-    for name in known if needed else ():
+    for name in accepted if needed else ():
         if parameters[name].default is inspect.Parameter.empty and name not in {*values, *FILLED}:
             fact = f"required by {noun} {plugin.name!r}, and not set"
             problems.append(BadInput(fact, key=f"{plugin.key}.{name}"))
@@ -225,8 +225,8 @@ def explain_kwarg(root: type[Config], key: str, tree: dict[str, Any] | None) -> 
         if name in plugin.parameters:
             merged.setdefault(_explained(plugin, plugin.parameters[name]), []).append(plugin.name)
     if not merged:
-        known = sorted({known for plugin in plugins for known in plugin.parameters})
-        close = difflib.get_close_matches(name, known, n=1)
+        parameters = sorted({parameter for plugin in plugins for parameter in plugin.parameters})
+        close = difflib.get_close_matches(name, parameters, n=1)
         raise ConfigError("unknown key", key=key, fix=f"Did you mean {table}.{close[0]}?" if close else None)
     return [entry._replace(kinds=tuple(names) if len(plugins) > 1 else ()) for entry, names in merged.items()]
 
@@ -244,12 +244,12 @@ def _plugins(table: str, tree: dict[str, Any] | None) -> list[Plugin]:
     from headrace.environments.rewards.base import REWARDS
 
     written = {name: section for name, section in (tree or {}).items() if name in ("objective", "data")}
-    given = HackableConfig.model_validate(written)
+    config = HackableConfig.model_validate(written)
     match table.split(".", 2):
         case ["objective", "kwargs"]:
-            return [objective_named(given.objective.chosen)]
+            return [objective_named(config.objective.chosen)]
         case ["data", "kwargs"] | ["data", "eval", "kwargs"]:
-            chosen = given.data.chosen
+            chosen = config.data.chosen
             return [provider_named(name) for name in ([chosen] if chosen else DATA_PROVIDERS.names)]
         case ["rewards", "kwargs", name] if ":" in name or name in REWARDS.names:
             return [reward_named(name)]
@@ -265,9 +265,9 @@ def _explained(plugin: Plugin, parameter: inspect.Parameter) -> Explanation:
 
 def _type(plugin: Plugin, parameter: inspect.Parameter) -> str:
     """Describe the type of a parameter; its annotation as written if a name in that cannot be resolved."""
-    found = plugin.registry.find(plugin.name)
+    target = plugin.registry.find(plugin.name)
     try:
-        hints = get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
     except (NameError, TypeError):
         hints = {}
     if parameter.name in hints:

@@ -16,13 +16,13 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 TOKEN = re.compile(r"hf_\w{20,}|[0-9a-fA-F]{40,}")
 
 
-def _name_of_variable(given: str) -> str:
+def _name_of_variable(name: str) -> str:
     """Refuse a token in place of a name; the error does not show it."""
-    if VARIABLE.fullmatch(given) is None or TOKEN.fullmatch(given) is not None:
+    if VARIABLE.fullmatch(name) is None or TOKEN.fullmatch(name) is not None:
         fix = "Put the token into a variable, and write the name of the variable here. "
         fix += "A token that was shared with this file is to be replaced by a new one."
         raise InvalidValue("not the name of an environment variable", fix=fix)
-    return given
+    return name
 
 
 VariableName = Annotated[str, AfterValidator(_name_of_variable)]

@@ -25,18 +25,18 @@ class PathResolver(NamedTuple):
     root: Path | None
     """The storage root; None where it is not set."""
 
-    def existing(self, given: str, inside: str = "") -> Path | None:
-        path = Path(given).expanduser()
+    def existing(self, name: str, inside: str = "") -> Path | None:
+        path = Path(name).expanduser()
         beside = [folder / path for folder in self.folders]
         candidates = [*beside, self._below_root(path), (self.root or Path.cwd()) / inside / path]
-        return next((candidate.resolve() for candidate in candidates if given and candidate.exists()), None)
+        return next((candidate.resolve() for candidate in candidates if name and candidate.exists()), None)
 
-    def model(self, given: str) -> str:
+    def model(self, name: str) -> str:
         """Return the model's directory, or the name unchanged: one on the hub."""
-        return str(self.existing(given, MODELS) or given)
+        return str(self.existing(name, MODELS) or name)
 
-    def under_root(self, given: str) -> str:
-        return str(self._below_root(Path(given).expanduser()).resolve())
+    def under_root(self, path: str) -> str:
+        return str(self._below_root(Path(path).expanduser()).resolve())
 
     def _below_root(self, path: Path) -> Path:
         """Join a path to the root, unless it names the root itself: under `cache`, `cache/models` is `models`."""

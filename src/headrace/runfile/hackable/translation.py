@@ -42,24 +42,26 @@ def is_hackable(tree: Tree) -> bool:
     return named or bool(tree.keys() & (set(OWN_SECTIONS) - {"data"}))
 
 
-def translate(tree: Tree, known: Sequence[str], files: Sequence[Path], origins: Origins) -> tuple[Tree, list[str]]:
-    """Return the tree of a `RunConfig`, and notices; `known` are the sections of a run file."""
+def translate(
+    tree: Tree, run_sections: Sequence[str], files: Sequence[Path], origins: Origins
+) -> tuple[Tree, list[str]]:
+    """Return the tree of a `RunConfig`, and notices; `run_sections` are the sections of a run file."""
     try:
         written, notices = rename_keys(copy.deepcopy(tree))
     except InvalidValue as error:
         raise _refusal([error], origins) from error
     of_trainer = {*NamedTrainerConfig.model_fields, *TrainerConfig.model_fields}
-    problems = unknown_keys(written, [*known, *OWN_SECTIONS])
+    problems = unknown_keys(written, [*run_sections, *OWN_SECTIONS])
     problems += unknown_keys(table_at(written, "trainer"), of_trainer, "trainer.")
     own = {name: written[name] for name in (*OWN_SECTIONS, "trainer") if name in written}
     try:
-        given = HackableConfig.model_validate(own)
+        config = HackableConfig.model_validate(own)
     except ValidationError as error:
         more = explain_all(HackableConfig, error, {}, origins)
         raise ConfigError.combine([*(located(problem, origins) for problem in problems), *more]) from error
     if problems:
         raise _refusal(problems, origins)
-    translation = _Translation(given, written, files)
+    translation = _Translation(config, written, files)
     result = translation.result()
     if translation.problems:
         raise _refusal(translation.problems, origins)
@@ -73,12 +75,12 @@ def _refusal(problems: Sequence[BadInput], origins: Origins) -> ConfigError:
 class _Translation:
     """The translation of one file: its validated sections, the problems and the notices."""
 
-    def __init__(self, given: HackableConfig, tree: Tree, files: Sequence[Path]) -> None:
-        self.given = given
+    def __init__(self, config: HackableConfig, tree: Tree, files: Sequence[Path]) -> None:
+        self.config = config
         self.problems: list[BadInput] = []
         self.notices: list[str] = []
         self._file = files[-1].stem if files else "run"
-        root = given.storage.cache_dir
+        root = config.storage.cache_dir
         self._root = None if root is None else root.expanduser().absolute()
         self._paths = PathResolver([file.parent.absolute() for file in files], self._root)
         self._explicit = {key: value for key, value in tree.items() if key not in OWN_SECTIONS}
@@ -100,23 +102,23 @@ class _Translation:
 
     def result(self) -> Tree:
         """Return the tree of the run; it is only valid if there are no problems."""
-        group_size = self._number("orchestrator", "group_size") or self.given.generation.num_generations or GROUP_SIZE
+        group_size = self._number("orchestrator", "group_size") or self.config.generation.num_generations or GROUP_SIZE
         batch_size = self._batch_size(group_size)
         groups_per_step = None if batch_size is None else batch_size / group_size
         args = self._environment_args(groups_per_step)
         max_steps = self._max_steps(args, groups_per_step)
-        written = translate_trainer(self.given.trainer, max_steps, self.problems, self.notices)
+        written = translate_trainer(self.config.trainer, max_steps, self.problems, self.notices)
         self.problems += contradictions(written, self._explicit)
         tree = written.tree
         if latents := table_at(self._settings, "model").get("latents"):  # thoughts end with the closing tag of the data
             from headrace.environments.strict_format import format_with
 
-            latents["until"] = format_with(self.given.data.kwargs.get("tags")).tags[1]
+            latents["until"] = format_with(self.config.data.kwargs.get("tags")).tags[1]
         merge(tree, self._settings)
         self._shared(tree, max_steps)
         merge(tree, {"orchestrator": self._orchestrator(args, group_size, batch_size)})
         self._trackers(tree)
-        launch = {"env": self._variables(), "env_from": tokens(self.given.auth)}
+        launch = {"env": self._variables(), "env_from": tokens(self.config.auth)}
         if launch := {name: table for name, table in launch.items() if table}:
             merge(tree, {"launch": launch})
         for slot in ("train", "eval"):  # environments of both forms stay in the list
@@ -134,7 +136,7 @@ class _Translation:
 
     def _batch_size(self, group_size: int) -> int | None:
         """Return the completions per step; None where a step is counted in tokens."""
-        trainer, section = self.given.trainer, table_at(self._explicit, "orchestrator")
+        trainer, section = self.config.trainer, table_at(self._explicit, "orchestrator")
         if section.keys() & {"batch_size", "token_batch_size"}:
             return self._number("orchestrator", "batch_size")
         size, key = trainer.batch_size, "trainer.batch_size"
@@ -153,11 +155,11 @@ class _Translation:
 
     def _environment_args(self, groups_per_step: float | None) -> dict[str, Any]:
         """Return the arguments of the environment that is trained on."""
-        seed = self._explicit.get("seed", self.given.trainer.seed)
+        seed = self._explicit.get("seed", self.config.trainer.seed)
         seed = int(str(seed)) if str(seed).lstrip("-").isdecimal() else 0
         args: dict[str, Any] = {**self._data_args(), **self._objective_args(), "seed": seed}
-        if self.given.rewards.timeout != 60.0:
-            args["reward_timeout"] = self.given.rewards.timeout
+        if self.config.rewards.timeout != 60.0:
+            args["reward_timeout"] = self.config.rewards.timeout
         if groups_per_step is not None:
             args["groups_per_step"] = groups_per_step
         elif "stage2_start_epoch" in args["objective_kwargs"]:
@@ -167,7 +169,7 @@ class _Translation:
         return args
 
     def _data_args(self) -> dict[str, Any]:
-        data = self.given.data
+        data = self.config.data
         if data.chosen is None:
             fix = "Set a data provider, or your own by data.class_path."
             self._refuse("required, and not set", "data.provider", fix=fix)
@@ -178,22 +180,24 @@ class _Translation:
 
     def _objective_args(self) -> dict[str, Any]:
         """Return the objective with the kwargs of its rewards, all checked."""
-        given = self.given.objective
-        plugin, before = plugins.objective_named(given.chosen), len(self.problems)
-        kwargs = self._checked(plugin, given.kwargs, "objective.class_path" if given.class_path else "objective.name")
+        section = self.config.objective
+        plugin, before = plugins.objective_named(section.chosen), len(self.problems)
+        kwargs = self._checked(
+            plugin, section.kwargs, "objective.class_path" if section.class_path else "objective.name"
+        )
         objective = None if len(self.problems) > before else plugins.construct_objective(plugin, kwargs, self.problems)
         self._algorithm = "grpo" if objective is None else objective.algorithm
         self._settings = {} if objective is None else copy.deepcopy(objective.settings)
         used = {} if objective is None else self._reward_kwargs(objective.reward_names())
-        return {"objective": given.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
+        return {"objective": section.chosen, "objective_kwargs": kwargs, **({"reward_kwargs": used} if used else {})}
 
     def _reward_kwargs(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the kwargs of the objective's rewards; those of other rewards are checked and have no effect."""
         from headrace.environments.rewards.base import options_by_reward
 
-        objective = self.given.objective.chosen
+        objective = self.config.objective.chosen
         try:
-            rewards = options_by_reward(names, self.given.rewards.kwargs)
+            rewards = options_by_reward(names, self.config.rewards.kwargs)
         except BadInput as error:
             self._refuse(error.fact, f"rewards.kwargs.{error.key}", fix=error.fix)
             return {}
@@ -238,7 +242,7 @@ class _Translation:
         return checked
 
     def _max_steps(self, args: dict[str, Any], groups_per_step: float | None) -> int | None:
-        trainer = self.given.trainer
+        trainer = self.config.trainer
         steps = None if trainer.max_steps in (None, -1, 0) else trainer.max_steps
         if (explicit := self._number("max_steps")) is not None:
             return explicit
@@ -265,11 +269,11 @@ class _Translation:
             return None
 
     def _variables(self) -> dict[str, str]:
-        offline = self.given.storage.offline
+        offline = self.config.storage.offline
         return variables(self._root, offline=not self._needs_hub if offline is None else offline)
 
     def _shared(self, tree: Tree, max_steps: int | None) -> None:
-        storage, trainer = self.given.storage, self.given.trainer
+        storage, trainer = self.config.storage, self.config.trainer
         if trainer.run_name is not None and storage.run_name not in (None, trainer.run_name):
             fact, fix = f"storage.run_name is {storage.run_name}", "Give one of them, or the same name twice."
             self._refuse(fact, "trainer.run_name", trainer.run_name, fix)
@@ -282,11 +286,11 @@ class _Translation:
             tree["max_steps"] = max_steps
         if trainer.seed is not None:
             tree["seed"] = trainer.seed
-        sampled = self.given.generation.max_new_tokens or NEW_TOKENS
-        tree["seq_len"] = (self.given.generation.max_prompt_tokens or PROMPT_TOKENS) + sampled
+        sampled = self.config.generation.max_new_tokens or NEW_TOKENS
+        tree["seq_len"] = (self.config.generation.max_prompt_tokens or PROMPT_TOKENS) + sampled
 
     def _orchestrator(self, args: dict[str, Any], group_size: int, batch_size: int | None) -> Tree:
-        generation, data = self.given.generation, self.given.data
+        generation, data = self.config.generation, self.config.data
         sampling = _sampling(generation)
         if generation.max_new_tokens is None and "seq_len" not in self._explicit:
             sampling["max_tokens"] = NEW_TOKENS
@@ -295,7 +299,7 @@ class _Translation:
             section["batch_size"] = batch_size
         if data.eval is not None and "provider" in args:
             section["eval"] = self._eval(data, data.eval, args, sampling)
-        elif self.given.trainer.eval_steps is not None:
+        elif self.config.trainer.eval_steps is not None:
             self.notices.append("trainer.eval_steps: ignored, since nothing is evaluated; set data.eval.")
         return section
 
@@ -307,38 +311,40 @@ class _Translation:
         sampler = table_at(section, "train", "curriculum").get("sampler")
         if not self.problems and sampler is None and getattr(DATA_PROVIDERS.find(args["provider"]), "in_order", False):
             env["curriculum"] = {"sampler": {"type": "in_order"}}
-        if self.given.data.ratio is not None:
-            env["ratio"] = self.given.data.ratio
+        if self.config.data.ratio is not None:
+            env["ratio"] = self.config.data.ratio
         if self._algorithm != "grpo" and not section.keys() & {"algo", "advantage"}:
-            beta = self.given.trainer.beta
+            beta = self.config.trainer.beta
             env["algo"] = {**as_table(self._algorithm, "type"), **({} if beta is None else {"kl": {"coef": beta}})}
         return env
 
-    def _eval(self, data: DataConfig, given: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:
+    def _eval(self, data: DataConfig, eval_data: EvalDataConfig, args: dict[str, Any], sampling: Tree) -> Tree:
         """Return the section of `data.eval`, with values of training where it has none."""
-        chosen = given.class_path or given.provider or args["provider"]
+        chosen = eval_data.class_path or eval_data.provider or args["provider"]
         inherited = data.kwargs if chosen == data.chosen else {}
-        key = "data.eval.class_path" if given.class_path else "data.eval.provider"
-        kwargs = self._checked(plugins.provider_named(chosen, "data.eval.kwargs"), {**inherited, **given.kwargs}, key)
+        key = "data.eval.class_path" if eval_data.class_path else "data.eval.provider"
+        kwargs = self._checked(
+            plugins.provider_named(chosen, "data.eval.kwargs"), {**inherited, **eval_data.kwargs}, key
+        )
         trained_on = {"provider": args["provider"], "kwargs": args["provider_kwargs"]}
         own = {**args, "provider": chosen, "provider_kwargs": kwargs, "trained_on": trained_on}
         env: Tree = {"id": ENVIRONMENT, "name": _last_part(chosen), "args": own}
-        section: Tree = {"env": [env], "sampling": {**sampling, **_sampling(given)}}
-        steps = self.given.trainer.eval_steps
-        if given.interval is not None and steps not in (None, given.interval):
-            fact = f"data.eval.interval is {given.interval}"
+        section: Tree = {"env": [env], "sampling": {**sampling, **_sampling(eval_data)}}
+        steps = self.config.trainer.eval_steps
+        if eval_data.interval is not None and steps not in (None, eval_data.interval):
+            fact = f"data.eval.interval is {eval_data.interval}"
             self._refuse(fact, "trainer.eval_steps", steps, "Give one of the two.")
-        sizes = {"num_examples": given.num_examples, "group_size": given.num_generations}
-        values = {"interval": given.interval or steps, **sizes}
+        sizes = {"num_examples": eval_data.num_examples, "group_size": eval_data.num_generations}
+        values = {"interval": eval_data.interval or steps, **sizes}
         return section | {name: value for name, value in values.items() if value is not None}
 
     def _trackers(self, tree: Tree) -> None:
-        tree |= trackers(self.given.trainer, self.problems)
+        tree |= trackers(self.config.trainer, self.problems)
         explicit = self._explicit.get("wandb")
         if "wandb" not in tree and not isinstance(explicit, dict):
             return
         made = {} if self._root is None else {"dir": str(self._root / "logs")}
-        if self.given.storage.offline:  # storage.offline also applies to W&B and overrides its section
+        if self.config.storage.offline:  # storage.offline also applies to W&B and overrides its section
             made["mode"] = "offline"
             if isinstance(explicit, dict) and explicit.get("mode") == "online":
                 del explicit["mode"]
@@ -347,9 +353,9 @@ class _Translation:
         merge(tree, {"wandb": made})
 
 
-def _sampling(given: GenerationConfig | EvalDataConfig) -> Tree:
-    values: Tree = {name: getattr(given, name) for name in ("temperature", "top_p", "min_p")}
-    values |= {"max_tokens": given.max_new_tokens, "top_k": -1 if given.top_k == 0 else given.top_k}
+def _sampling(section: GenerationConfig | EvalDataConfig) -> Tree:
+    values: Tree = {name: getattr(section, name) for name in ("temperature", "top_p", "min_p")}
+    values |= {"max_tokens": section.max_new_tokens, "top_k": -1 if section.top_k == 0 else section.top_k}
     return {name: value for name, value in values.items() if value is not None}
 
 

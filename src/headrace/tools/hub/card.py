@@ -40,8 +40,8 @@ def run_card(run: RunDir, repo: str, base: str | None, base_folder: str, files: 
     tree = read_toml(run.config)
     kind = next((kind for key, kind in KINDS.items() if key in tree), "rl")
     began = f"`{base}`" if base else f"a local model, `{base_folder}`"
-    known = leaves(tree)
-    settings = [("key", "value"), *((key, str(known[key])) for key in SHOWN_SETTINGS if key in known)]
+    values = leaves(tree)
+    settings = [("key", "value"), *((key, str(values[key])) for key in SHOWN_SETTINGS if key in values)]
     named = [source["name"] for _, source in _sources(tree) if "id" not in source and "name" in source]
     datasets = sorted({name for name in named if hub_name(name)})
     model = ["The final model:", "", LOADING.format(repo=repo), ""] if "config.json" in files else []
@@ -88,9 +88,9 @@ def rollouts_card(run: str, repo: str, files: Sequence[str]) -> str:
 
 
 def _head(facts: Mapping[str, str | None], tags: Sequence[str], datasets: Sequence[str] = ()) -> list[str]:
-    known = [f"{key}: {value}" for key, value in facts.items() if value]
-    known += ["datasets:", *(f"- {name}" for name in datasets)] if datasets else []
-    return ["---", *known, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
+    lines = [f"{key}: {value}" for key, value in facts.items() if value]
+    lines += ["datasets:", *(f"- {name}" for name in datasets)] if datasets else []
+    return ["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
 def _results(run: RunDir, files: Sequence[str]) -> list[str]:
@@ -114,14 +114,14 @@ def _sources(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _data(tree: dict[str, Any]) -> list[str]:
     """Name environments and data files, and what selects from them, without the directories of a machine."""
-    found = [("used for", "source", "selection")]
+    rows = [("used for", "source", "selection")]
     for use, source in _sources(tree):
         origin = next((source[key] for key in ("id", "env", "name", "path") if source.get(key)), None)
         if origin is not None:  # `validation.fraction` takes part of the training data
             options = {key: source[key] for key in ("split", "subset", "num_examples") if source.get(key)}
             options |= source.get("args", {})
-            found.append((use, _portable(origin), ", ".join(f"{k} = {_portable(v)}" for k, v in options.items())))
-    return ["## Data", "", *markdown_table(found), ""] if len(found) > 1 else []
+            rows.append((use, _portable(origin), ", ".join(f"{k} = {_portable(v)}" for k, v in options.items())))
+    return ["## Data", "", *markdown_table(rows), ""] if len(rows) > 1 else []
 
 
 def _portable(value: Any) -> str:

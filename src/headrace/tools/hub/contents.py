@@ -173,22 +173,22 @@ def contents_of_dataset(source: Path, repo: str, exclude: Sequence[str] = ()) ->
             if in_use(place):  # its files would be of two moments
                 fix = "Stop it, or wait for its end."
                 raise BadInput("a run is at work there", key="PATH", value=str(place), fix=fix)
-        found = list_folder(source, exclude)
+        listing = list_folder(source, exclude)
     else:
-        found = Listing({name: source}, {})
-    if not found.files:
+        listing = Listing({name: source}, {})
+    if not listing.files:
         raise BadInput("there is no file that may go up", key="PATH", value=str(source))
-    refuse_secrets_in(found.files, source, os.environ)
-    card = None if CARD in found.files else dataset_card(name, repo)
-    return Contents("dataset", name, dict(found.files), card, [""] if source.is_dir() else [], found.left_out)
+    refuse_secrets_in(listing.files, source, os.environ)
+    card = None if CARD in listing.files else dataset_card(name, repo)
+    return Contents("dataset", name, dict(listing.files), card, [""] if source.is_dir() else [], listing.left_out)
 
 
 def contents_of_rollouts(directory: Path, repo: str) -> Contents:
     """Return the saved rollouts of a run: a file per step, and one per evaluated version."""
     run = RunDir(directory)
-    found = [path for kind in RolloutKind for path in kind.files(run.rollouts).values()]
-    if not found:
+    paths = [path for kind in RolloutKind for path in kind.files(run.rollouts).values()]
+    if not paths:
         raise BadInput("this run has saved no rollouts", file=directory)
-    files: dict[str, Content] = {f"data/{path.name}": path for path in found}
+    files: dict[str, Content] = {f"data/{path.name}": path for path in paths}
     name = f"{run_title(run)}-rollouts"
     return Contents("dataset", name, files, rollouts_card(run_title(run), repo, sorted(files)), ["data/"])

@@ -44,21 +44,21 @@ class Listing(NamedTuple):
 
 def list_folder(folder: Path, exclude: Sequence[str] = ()) -> Listing:
     """List the files to upload; `exclude` has patterns of paths in the folder, or of names."""
-    found = Listing({}, {})
+    listing = Listing({}, {})
     for parent, folders, names in os.walk(folder):
         for name in sorted([*folders, *names]):
             path = Path(parent, name)
             inner = path.relative_to(folder).as_posix()
             if (reason := _reason(path, inner, folder, exclude)) is not None:
-                found.left_out[inner] = reason
+                listing.left_out[inner] = reason
             elif name in names:
-                found.files[inner] = path
+                listing.files[inner] = path
             elif not any(path.iterdir()):
-                found.left_out[inner] = "an empty folder, which the hub cannot have"
+                listing.left_out[inner] = "an empty folder, which the hub cannot have"
         folders[:] = [
-            name for name in folders if Path(parent, name).relative_to(folder).as_posix() not in found.left_out
+            name for name in folders if Path(parent, name).relative_to(folder).as_posix() not in listing.left_out
         ]
-    return found
+    return listing
 
 
 def _reason(path: Path, inner: str, folder: Path, exclude: Sequence[str]) -> str | None:

@@ -127,7 +127,7 @@ class ReplayReport(msgspec.Struct):
 def dissect(traced: TracedStep, top: int, text_of: Callable[[int], str]) -> Anatomy:
     """Return the anatomy of a step with its `top` rollouts; `text_of` decodes a token."""
     tokens, norms = traced.tokens, traced.gradient_norms
-    found = components(tokens, traced.counts, [each.losses for each in traced.micro_batches])
+    parts = components(tokens, traced.counts, [each.losses for each in traced.micro_batches])
     bad: dict[str, np.ndarray] = {
         name: pc.fill_null(pc.invert(pc.is_finite(tokens[name])), False).to_numpy() for name in (*INPUTS, *OUTPUTS)
     }
@@ -139,14 +139,14 @@ def dissect(traced: TracedStep, top: int, text_of: Callable[[int], str]) -> Anat
         bad_tokens.append(BadToken(**place, text=text_of(row["token_id"]), columns=columns))
     largest = sorted(norms, key=lambda name: -math.inf if math.isnan(norms[name]) else -norms[name])
     return Anatomy(
-        found,
+        parts,
         traced.micro_batches,
         rollout_shares(tokens, top),
         bad_tokens,
         len(bad_rows),
         [name for name in norms if not math.isfinite(norms[name])],
         {name: norms[name] for name in largest[:SHOWN_PARAMETERS]},
-        why_zero(tokens, found, traced.metrics["optim/grad_norm"]),
+        why_zero(tokens, parts, traced.metrics["optim/grad_norm"]),
     )
 
 
@@ -154,14 +154,14 @@ def components(tokens: pa.Table, counts: dict[str, int], losses: list[dict[str, 
     """Return the components that have tokens."""
     sizes = np.abs(_numbers(tokens, "gradient"))
     total = np.nansum(sizes)
-    found = []
+    parts = []
     for name, count in counts.items():
         if count:
             members = tokens[f"in_{name}"].to_numpy().astype(bool)
             masked = pc.sum(tokens[f"{name}_masked"]).as_py() or 0
             share = float(np.nansum(sizes[members]) / total) if total else 0.0
-            found.append(Component(name, count, masked, sum(each.get(name, 0.0) for each in losses), share))
-    return found
+            parts.append(Component(name, count, masked, sum(each.get(name, 0.0) for each in losses), share))
+    return parts
 
 
 def rollout_shares(tokens: pa.Table, limit: int) -> list[RolloutShare]:
@@ -172,27 +172,27 @@ def rollout_shares(tokens: pa.Table, limit: int) -> list[RolloutShare]:
     numbers, rollouts = _numbers(trained, "gradient"), trained["rollout"].to_numpy()
     sums = np.bincount(rollouts, np.nan_to_num(np.abs(numbers), nan=math.inf))
     total = sums[np.isfinite(sums)].sum()
-    found = []
+    shares = []
     for rollout in np.argsort(-sums, kind="stable")[:limit].tolist():
         own = trained.filter(pc.equal(trained["rollout"], rollout))
         if own.num_rows:
             means = [_mean(_numbers(own, name)) for name in ("advantages", "entropy")]
             drift = _mean(np.abs(_numbers(own, "log_ratio")))
             share = float(sums[rollout] / (total or 1.0)) if math.isfinite(sums[rollout]) else math.nan
-            found.append(RolloutShare(rollout, own["env"][0].as_py(), own.num_rows, means[0], means[1], drift, share))
-    return found
+            shares.append(RolloutShare(rollout, own["env"][0].as_py(), own.num_rows, means[0], means[1], drift, share))
+    return shares
 
 
-def why_zero(tokens: pa.Table, found: list[Component], grad_norm: float) -> str:
+def why_zero(tokens: pa.Table, parts: list[Component], grad_norm: float) -> str:
     """Return why a step has no gradient; empty if it has one."""
     if grad_norm != 0:
         return ""
-    if not found:
+    if not parts:
         return "no loss trains any token of the batch"
     trained = tokens.filter(tokens["in_rl"])
-    if [each.name for each in found] == ["rl"] and not np.nan_to_num(_numbers(trained, "advantages")).any():
+    if [each.name for each in parts] == ["rl"] and not np.nan_to_num(_numbers(trained, "advantages")).any():
         return f"the advantages of all {trained.num_rows:,} trained tokens are 0"
-    if all(each.masked == each.tokens for each in found):
+    if all(each.masked == each.tokens for each in parts):
         return "the loss masks every token"
     return "the loss does not depend on the logprobs of the trained tokens, or their terms cancel"
 

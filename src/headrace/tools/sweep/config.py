@@ -73,12 +73,14 @@ class SweepConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> SweepConfig:
-        given = [way for way in WAYS if getattr(self, way) is not None]
-        if len(given) != 1:
-            key = given[-1] if given else "grid"
-            raise InvalidValue(f"{len(given)} of {', '.join(WAYS)} are given", key=key, fix="Give exactly one of them.")
-        if not getattr(self, given[0]):
-            raise InvalidValue("is empty", key=given[0])
+        chosen = [way for way in WAYS if getattr(self, way) is not None]
+        if len(chosen) != 1:
+            key = chosen[-1] if chosen else "grid"
+            raise InvalidValue(
+                f"{len(chosen)} of {', '.join(WAYS)} are given", key=key, fix="Give exactly one of them."
+            )
+        if not getattr(self, chosen[0]):
+            raise InvalidValue("is empty", key=chosen[0])
         if self.seeds is not None and (not self.seeds or len(set(self.seeds)) < len(self.seeds)):
             raise InvalidValue("must be distinct, and at least one", key="seeds", value=self.seeds)
         return self

@@ -77,12 +77,12 @@ def write_record(directory: Path, record: SweepRecord) -> None:
     write_atomically(directory / FILE, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
 
 
-def name_runs(planned: Sequence[PlannedRun], known: SweepRecord) -> dict[str, PlannedRun]:
+def name_runs(planned: Sequence[PlannedRun], previous: SweepRecord) -> dict[str, PlannedRun]:
     """Return the runs by the names of their folders; a known run keeps its name."""
-    taken = set(known.runs)
+    taken = set(previous.runs)
     by_name: dict[str, PlannedRun] = {}
     for run in planned:
-        same = [name for name, old in known.runs.items() if (old.values, old.seed) == (run.values, run.seed)]
+        same = [name for name, old in previous.runs.items() if (old.values, old.seed) == (run.values, run.seed)]
         name = same[0] if same else folder_name(run.label, taken)
         taken.add(name)
         by_name[name] = run
@@ -96,24 +96,24 @@ def settings_of_run(config: Config) -> dict[str, Any]:
 
 
 def revise_record(
-    known: SweepRecord, runs: Mapping[str, PlannedRun], configs: Mapping[str, Config], files: Sequence[Path]
+    previous: SweepRecord, runs: Mapping[str, PlannedRun], configs: Mapping[str, Config], files: Sequence[Path]
 ) -> SweepRecord:
     """Return the record with a new plan."""
-    records = dict(known.runs)
+    records = dict(previous.runs)
     for name, run in runs.items():
         settings, max_steps = settings_of_run(configs[name]), getattr(configs[name], "max_steps", None)
         records[name] = RunRecord(name, run.variant, run.values, run.seed, settings, max_steps)
-        if (before := known.runs.get(name)) is not None:
+        if (before := previous.runs.get(name)) is not None:
             records[name].outcome, records[name].failure = before.outcome, before.failure
     return SweepRecord(files=[str(file) for file in files], plan=list(runs), runs=records)
 
 
-def check_settings(directory: Path, known: SweepRecord, revised: SweepRecord, *, clean: bool) -> None:
+def check_settings(directory: Path, previous: SweepRecord, revised: SweepRecord, *, clean: bool) -> None:
     """Raise `BadRequest` if a run directory was made with other settings; with `clean`, delete it instead."""
     for record in revised.planned:
         folder = directory / record.name
         if is_run(folder):
-            before = known.runs.get(record.name)
+            before = previous.runs.get(record.name)
             changed = {} if before is None else differences([before.settings, record.settings])
             values = {key: ["default" if v is None else str(v) for v in pair] for key, pair in changed.items()}
             reason = ", ".join(f"{key} was {was}, now {new}" for key, (was, new) in values.items())

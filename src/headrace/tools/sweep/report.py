@@ -118,19 +118,19 @@ def _compare(directory: Path, results: Results) -> tuple[RunComparison | None, s
     metrics = [metric for metric in results.curves if all(metric in run.ends for run in runs)]
     first = next(iter(metrics), None)
     try:
-        found = compare_runs([*variants], first, evaluation if evaluation.is_dir() else None, variants).comparison
+        comparison = compare_runs([*variants], first, evaluation if evaluation.is_dir() else None, variants).comparison
     except BadInput as error:  # fewer than two runs
         return None, str(error)
     for metric in metrics:
-        if metric not in found.at:
+        if metric not in comparison.at:
             other = compare_runs([*variants], metric, None, variants).comparison
-            found.at[metric] = other.at[metric]
-            found.differences += [difference for difference in other.differences if difference.metric == metric]
-            for variant, same in zip(found.variants, other.variants, strict=True):
+            comparison.at[metric] = other.at[metric]
+            comparison.differences += [difference for difference in other.differences if difference.metric == metric]
+            for variant, same in zip(comparison.variants, other.variants, strict=True):
                 variant.ends[metric] = same.ends[metric]
     left_out = [run for run in results.runs if run not in runs]
-    found.notes += [f"{run.name} is {run.state} after {run.steps} steps, and not compared." for run in left_out]
-    return found, ""
+    comparison.notes += [f"{run.name} is {run.state} after {run.steps} steps, and not compared." for run in left_out]
+    return comparison, ""
 
 
 def _sections(results: Results, comparison: RunComparison | None, problem: str) -> list[Section]:
@@ -152,7 +152,11 @@ def _sections(results: Results, comparison: RunComparison | None, problem: str) 
 def variant_table(comparison: RunComparison, results: Results) -> Cells:
     """Return the final values of each variant, and the p-value of its difference from the first."""
     metrics = list(comparison.variants[0].ends)
-    tests = {found.variant: found for found in comparison.differences if found.metric == comparison.metric}
+    tests = {
+        difference.variant: difference
+        for difference in comparison.differences
+        if difference.metric == comparison.metric
+    }
     has_seeds = any(len(variant.runs) > 1 for variant in comparison.variants)
     rows = []
     for variant in comparison.variants:
@@ -171,13 +175,15 @@ def _differences(comparison: RunComparison) -> Section:
         return Section(title)
     tested, limit = significance_limit(comparison)
     rows = []
-    for found in comparison.differences:
-        at = comparison.at.get(found.metric)
-        metric = found.metric if at is None else f"{found.metric} at step {at}"
-        ends = [format_signed(end) for end in (found.low, found.high) if end is not None]
-        cells = [found.variant, metric, format_signed(found.difference), " to ".join(ends), _p(found)]
-        rows.append([*cells, describe_significance(found, limit)])
-    notes = list(dict.fromkeys(f"{found.note[0].upper()}{found.note[1:]}." for found in comparison.differences))
+    for difference in comparison.differences:
+        at = comparison.at.get(difference.metric)
+        metric = difference.metric if at is None else f"{difference.metric} at step {at}"
+        ends = [format_signed(end) for end in (difference.low, difference.high) if end is not None]
+        cells = [difference.variant, metric, format_signed(difference.difference), " to ".join(ends), _p(difference)]
+        rows.append([*cells, describe_significance(difference, limit)])
+    notes = list(
+        dict.fromkeys(f"{difference.note[0].upper()}{difference.note[1:]}." for difference in comparison.differences)
+    )
     if tested > 1:
         notes.append(f"{tested} differences were tested, so that a p below {limit:.2g} is asked of each.")
     return Section(title, cells=[["variant", "metric", "difference", "95%", "p", ""], *rows], notes=notes)

@@ -97,17 +97,17 @@ def read_group(run: ViewedRun, step: int, rollout: Rollout) -> list[Rollout]:
         near = [other for other in RolloutKind.TRAIN.files(run.dir.rollouts) if 0 < abs(other - step) <= NEAR_STEPS]
         yield from sorted(near, key=lambda other: abs(other - step))
 
-    found: list[Rollout] = []
+    credited: list[Rollout] = []
     for other in steps():
         groups = {group["id"]: group["rows"] for group in step_list(run, RolloutKind.TRAIN, other)["groups"]}
         if rollout.group_id not in groups:
             continue
         rows = tuple(sorted(groups[rollout.group_id]))
         members = [read.rollout for read in read_rollouts(run, RolloutKind.TRAIN, other, rows).values()]
-        found += [member for member in members if member.error is None and member.trainable]
-        if found and len(found) >= rollout.credited:
+        credited += [member for member in members if member.error is None and member.trainable]
+        if credited and len(credited) >= rollout.credited:
             break
-    return sorted(found, key=lambda member: member.episode)
+    return sorted(credited, key=lambda member: member.episode)
 
 
 def _terms(

@@ -64,10 +64,10 @@ def describe_draw(run: ViewedRun, draw: int) -> dict[str, Any]:
             "env", "task_key", "position", "observed", "drawn_in", "step", "reason", "rollouts", "tokens", "credit",
             "rewards", "epoch",
         )  # fmt: skip
-        found = journal.rows(f"SELECT {', '.join(names)} FROM draws WHERE id = ?", [draw])
-        if not found:
+        matches = journal.rows(f"SELECT {', '.join(names)} FROM draws WHERE id = ?", [draw])
+        if not matches:
             raise NotFound("no such draw in the journal", key="draw", value=draw)
-        row = dict(zip(names, found[0], strict=True))
+        row = dict(zip(names, matches[0], strict=True))
         row["state"] = journal.rows("SELECT state FROM draw_states WHERE id = ?", [draw])[0][0]
         drops = dict(journal.rows("SELECT reason, rollouts FROM drops WHERE draw = ?", [draw]))
         covered = journal.covered()

@@ -69,8 +69,8 @@ def read_rows(path: Path, names: list[str]) -> list[dict[str, Any]]:
     """Read columns of a rollout file, those that it has, without checking its digest."""
     try:
         with pq.ParquetFile(path) as file:
-            known = [name for name in names if name in file.schema_arrow.names]
-            rows: list[dict[str, Any]] = file.read(columns=known).to_pylist()
+            columns = [name for name in names if name in file.schema_arrow.names]
+            rows: list[dict[str, Any]] = file.read(columns=columns).to_pylist()
             return rows
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"not a readable Parquet file: {error}", file=path) from error
@@ -121,8 +121,8 @@ def _list(path: Path) -> dict[str, Any]:
         numbers_of.append(group["index"])
     for group in groups.values():
         rewards = np.array([rows[number]["reward"] for number in group["rows"]], np.float64)
-        known = rewards[np.isfinite(rewards)]
-        group["mean"], group["std"] = (float(known.mean()), float(known.std())) if len(known) else (None, None)
+        finite = rewards[np.isfinite(rewards)]
+        group["mean"], group["std"] = (float(finite.mean()), float(finite.std())) if len(finite) else (None, None)
         order = np.argsort(-np.nan_to_num(rewards, nan=-np.inf), kind="stable")
         group["rows"] = [group["rows"][place] for place in order]
     columns: dict[str, list[Any]] = {title: [row.get(name) for row in rows] for name, title in LISTED.items()}
@@ -161,8 +161,8 @@ def read_rollouts(
     """Return rollouts by row, or all. What was read last is kept: what explains a rollout needs those of its group."""
     path = file_of(run, kind, step)
     is_small = path.stat().st_size < SMALL_FILE_BYTES
-    found = _read_rollouts(run.dir.rollouts, kind, step, None if is_small else rows, identity(path))
-    return found if rows is None else {row: found[row] for row in rows}
+    rollouts = _read_rollouts(run.dir.rollouts, kind, step, None if is_small else rows, identity(path))
+    return rollouts if rows is None else {row: rollouts[row] for row in rows}
 
 
 @lru_cache(maxsize=1)
@@ -343,8 +343,8 @@ def _hits(run: ViewedRun, text: str) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(read_rows(path, ["env", "reward", "messages"])):
             for message in msgspec.json.decode(row["messages"]):
                 content = text_of(message)
-                if found := pattern.search(content):
-                    place, end = found.span()
+                if match := pattern.search(content):
+                    place, end = match.span()
                     yield {
                         "step": step, "row": number, "kind": "train" if kind is RolloutKind.TRAIN else "eval",
                         "env": row["env"], "role": str(message.get("role", "")), "reward": row["reward"],

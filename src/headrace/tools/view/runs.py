@@ -183,14 +183,14 @@ class RunFolder:
         """Return the runs by identifier, in the order of their names."""
         with self._lock:
             if time.monotonic() - self._scanned_at > SCAN_INTERVAL_S:
-                found = {}
+                listed = {}
                 for root in [self.root] if self.single else _run_directories(self.root, MAX_DEPTH):
                     name = self.name if self.single else root.relative_to(self.root).as_posix()
                     id = hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
-                    found[id] = self._runs.get(id) or ViewedRun(id, os.fsencode(name).decode(errors="replace"), root)
-                    if len(found) == MAX_RUNS:
+                    listed[id] = self._runs.get(id) or ViewedRun(id, os.fsencode(name).decode(errors="replace"), root)
+                    if len(listed) == MAX_RUNS:
                         break
-                self._runs, self._scanned_at = found, time.monotonic()
+                self._runs, self._scanned_at = listed, time.monotonic()
             return self._runs
 
     def run(self, id: str) -> ViewedRun:

@@ -146,14 +146,14 @@ def append_records(columns: list[Column], records: list[tuple[Any, ...]]) -> Non
     kinds: dict[int, list[tuple[Any, ...]]] = {}
     for record in records:
         kinds.setdefault(record.count(None), []).append(record)
-    found: dict[int, list[tuple[Sequence[int], Sequence[Value]]]] = {}
+    additions: dict[int, list[tuple[Sequence[int], Sequence[Value]]]] = {}
     for kind in kinds.values():
         steps, *all_values = zip(*kind, strict=True)
         numbers = array("q", steps)
         for place, values in enumerate(all_values):
             if values.count(None) < len(values):
-                found.setdefault(place, []).append((numbers, values))
-    for place, parts in found.items():
+                additions.setdefault(place, []).append((numbers, values))
+    for place, parts in additions.items():
         if len(parts) > 1:  # of several kinds: in the order of the file
             parts = [([record[0] for record in records], [record[place + 1] for record in records])]
         columns[place].extend(*parts[0])

@@ -70,18 +70,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 def page_files(mode: bytes = b"") -> dict[str, bytes]:
     """Return the files of the page by their path in it; `mode` is a script that runs before all others."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
 
     def collect(folder: Any, prefix: str) -> None:
         for entry in folder.iterdir():
             if entry.is_dir():
                 collect(entry, f"{prefix}{entry.name}/")
             elif not entry.name.endswith(".py"):
-                found[f"{prefix}{entry.name}"] = entry.read_bytes()
+                contents[f"{prefix}{entry.name}"] = entry.read_bytes()
 
     collect(files("headrace.tools.view").joinpath("static"), "")
-    bundles = {name: b"\n".join(found.pop(part) for part in parts) for name, parts in BUNDLES.items()}
-    return found | bundles | {"page.js": mode + bundles["page.js"]}
+    bundles = {name: b"\n".join(contents.pop(part) for part in parts) for name, parts in BUNDLES.items()}
+    return contents | bundles | {"page.js": mode + bundles["page.js"]}
 
 
 class Gate:
