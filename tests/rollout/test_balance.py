@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rollout.packing import TOLERANCE, spread
+from headrace.rollout.packing import LOAD_TOLERANCE, spread
 from tests.rollout.strategies import FIXED
 
 
@@ -95,7 +95,7 @@ def test_no_item_leaves_its_round_while_loads_are_close():
     # Workers that wait for each other after every item then wait as little as they can.
     costs = np.random.default_rng(0).integers(1000, 2000, 512).tolist()
     dealt = shares(costs, 32)
-    assert max(map(sum, dealt)) <= sum(costs) / 32 * (1 + TOLERANCE)
+    assert max(map(sum, dealt)) <= sum(costs) / 32 * (1 + LOAD_TOLERANCE)
     assert [max(items) for items in zip(*dealt, strict=True)] == [row[0] for row in rounds(costs, 32)]
 
 

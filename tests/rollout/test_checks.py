@@ -66,9 +66,9 @@ GOOD_TURN = Turn(**GOOD)
         ({"logprobs": [-math.inf, -1.0]}, "logprobs contain -inf"),
         ({"logprobs": [0.5, -1.0]}, "logprobs contain 0.5"),
         ({"versions": [0, -2]}, "versions contain -2"),
-        ({"temperature": 0.0}, "temperature is 0"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": 0.0}, "temperature = 0"),
+        ({"temperature": math.nan}, "temperature = nan"),
+        ({"temperature": math.inf}, "temperature = inf"),
     ],
 )
 def test_a_turn_that_no_trainer_could_use_is_an_error_of_its_rollout_where_it_is_trained(

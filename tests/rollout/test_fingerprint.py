@@ -20,7 +20,7 @@ TASKS = [{"question": "2 + 3", "answer": 5}, {"question": "2 + 4", "answer": 6}]
     ],
 )
 def test_only_what_an_example_says_and_its_place_count(now: list[dict[str, Any]], says: str | None):
-    assert fingerprint(TASKS).change_to(fingerprint(now)) == says
+    assert fingerprint(TASKS).describe_change(fingerprint(now)) == says
 
 
 @pytest.mark.parametrize("value", [{1: 2}, "\ud800", 2**70, float("nan"), b"\xff", None])

@@ -48,7 +48,7 @@ def test_a_sample_refuses_one_number_for_all_tokens():
 
 @pytest.mark.parametrize("prompt_length", [-1, 4])
 def test_a_prompt_cannot_reach_outside_its_sample(prompt_length: int):
-    with pytest.raises(ValueError, match=f"prompt_length {prompt_length}"):
+    with pytest.raises(ValueError, match=f"prompt_length = {prompt_length}"):
         Sample([1, 2, 3], [False] * 3, [0.0] * 3, [-1] * 3, prompt_length)
 
 

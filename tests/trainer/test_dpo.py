@@ -66,7 +66,7 @@ def test_loss_gradient_and_metrics_are_trls(models: dict[int, Path], expected: d
     model = PackedModel(models[POLICY])
     loss = partial(pair_loss, loss=expected["loss_type"], beta=expected["beta"])
     gradients = Gradients(model.named_parameters())
-    result = TrainStep(model, gradients, {"rl": loss}, micro_batch_tokens, together=2).run(
+    result = TrainStep(model, gradients, {"rl": loss}, micro_batch_tokens, unit_size=2).run(
         pack(samples, SEQ_LEN, 2), 0.0
     )
     assert result.metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
@@ -74,7 +74,7 @@ def test_loss_gradient_and_metrics_are_trls(models: dict[int, Path], expected: d
     assert norm == pytest.approx(expected["grad_norm"], rel=1e-4)
     for theirs, ours in NAMES.items():
         assert result.metrics[ours] == pytest.approx(expected["metrics"][theirs], abs=2e-5)
-    measured = Validation(model, samples, SEQ_LEN, "rl", loss, together=2).measure()
+    measured = Validation(model, samples, SEQ_LEN, "rl", loss, unit_size=2).measure()
     names = {ours.removeprefix("dpo/"): expected["metrics"][theirs] for theirs, ours in NAMES.items()}
     assert measured == pytest.approx({"loss": expected["loss"], **names}, abs=2e-5)
 
@@ -85,7 +85,7 @@ def test_a_pair_shares_the_tokens_of_its_prompt(models: dict[int, Path]):
         Gradients(model.named_parameters()),
         {"rl": partial(pair_loss, loss="sigmoid", beta=0.1)},
         1,  # one pair at a time
-        together=2,
+        unit_size=2,
     )
     result = step.run(pack(samples_of(PAIRS), SEQ_LEN, 2), 0.0)
     # The last token of each sequence predicts nothing, and the second pair begins its answers with the same token.
@@ -134,7 +134,7 @@ def test_pairs_stay_together_on_every_worker_and_in_every_micro_batch():
     ]
     seen = []
     for worker in range(3):
-        bins = pack_for_worker(worker, samples_of(pairs), SEQ_LEN, 3, Cost(1, 1), together=2)
+        bins = pack_for_worker(worker, samples_of(pairs), SEQ_LEN, 3, Cost(1, 1), unit_size=2)
         tokens = StepTokens(bins, 2)
         groups = tokens.cut(40)
         assert len(groups) > 1

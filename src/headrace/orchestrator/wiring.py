@@ -31,7 +31,7 @@ from headrace.orchestrator.sampler import FrozenSampler, Sampler
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.orchestrator.watcher import WeightWatcher
-from headrace.rollout.digest import BY_POSITION, fingerprint
+from headrace.rollout.digest import CHANGED_DATA, fingerprint
 from headrace.rollout.types import Task
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
 """By kind and name."""
 
 CONSEQUENCES = {
-    Kind.TRAIN: BY_POSITION,
+    Kind.TRAIN: CHANGED_DATA,
     Kind.EVAL: "Evaluations from here on cannot be compared with earlier ones. If this is not intended, restore the "
     "old data",
 }
@@ -331,7 +331,7 @@ def notify_changed_tasks(environments: Environments, journal: Journal, status: S
     for (kind, name), (_, _, tasks) in environments.items():
         now = fingerprint(task.data for task in tasks)
         before = journal.exchange_data(kind, name, now)
-        if before is not None and (change := before.change_to(now)):
+        if before is not None and (change := before.describe_change(now)):
             status.notify(
                 f"the tasks of the {kind} environment {name!r} have changed since the run last started: {change}. "
                 f"{CONSEQUENCES[kind]}"

@@ -29,7 +29,7 @@ _DIGEST = re.compile(rb'\\"file_digest\\":\\"(.{32})\\"', re.DOTALL)
 
 
 class BatchSample(msgspec.Struct):
-    """A sample with its environment and its rollout within the batch, by which the trainer reports metrics."""
+    """A sample with its environment and the index of its rollout, by which the trainer reports metrics."""
 
     sample: Sample
     env: str
@@ -48,7 +48,7 @@ class Batch(msgspec.Struct):
 
 
 def batch_of(step: int, incarnation: int, kept: Sequence[Rollout]) -> Batch:
-    """Return the batch of the rollouts that a step trains on, in this order."""
+    """Return a batch of all samples of the kept rollouts, in order."""
     samples = [
         BatchSample(sample, rollout.env, index) for index, rollout in enumerate(kept) for sample in rollout.samples
     ]
@@ -64,17 +64,17 @@ class _Header(msgspec.Struct):
     counts: dict[str, int]
     draw_ids: list[int]
     file_digest: str = ""
-    """Of the whole file; older versions wrote none."""
+    """Digest of the whole file; empty in files of older versions."""
 
 
-class _File(msgspec.Struct):
-    """The header of a safetensors file."""
+class _SafetensorsHeader(msgspec.Struct):
+    """The JSON header of a safetensors file, of which only the metadata is decoded."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Serialize a batch after checking that every stream is aligned with its tokens."""
+    """Return the batch file's bytes, after checking that every stream is aligned with its tokens."""
     samples = [entry.sample for entry in batch.samples]
     for sample in samples:
         sample.check()
@@ -111,7 +111,7 @@ def read_batch(path: Path) -> Batch:
         if digest_of(*parts) != content[start:end].decode(errors="replace"):
             raise DamagedFile("the batch is damaged: its content does not match its digest", file=path)
     try:
-        metadata = msgspec.json.decode(head, type=_File).metadata
+        metadata = msgspec.json.decode(head, type=_SafetensorsHeader).metadata
         if _HEADER_KEY not in metadata:
             raise DamagedFile("not a Headrace batch: its header is missing", file=path)
         return _assemble(decode_versioned(metadata[_HEADER_KEY], _Header, str(path)), load(content))

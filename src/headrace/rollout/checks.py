@@ -1,4 +1,4 @@
-"""Checks of the rollouts that an environment returns: can they be recorded, counted and trained on?
+"""Checks that the rollouts of an environment can be recorded, counted and trained on.
 
 Environments are users' code, so a rollout may hold values of any type. It is checked in the process that ran the
 episode and again where it arrives. Numbers are converted to floats; a field that cannot be recorded is reset to its
@@ -18,16 +18,17 @@ from headrace.rollout.types import NOT_SAMPLED, Message, Rollout, RolloutError, 
 from headrace.safe_text import encodable
 
 LARGEST_REWARD = 1e30
-"""Advantages are float32 (at most 3e38): leaves room for differences, weights and bonuses of rewards."""
+"""Limit of a rollout's absolute reward. Advantages are float32 (at most 3e38): this leaves room for differences,
+weights and bonuses of rewards."""
 MAX_LOGPROB = 1e-3
-"""Above 0 by what rounding may add."""
+"""Limit of a logprob: 0 plus a margin for rounding."""
 
 INVALID_REWARD = "invalid_reward"
 INVALID_ROLLOUT = "invalid_rollout"
 
 
 def checked_rollouts(returned: Any) -> list[Rollout]:
-    """Return what `run()` returned as a list; raise unless it consists of new Rollouts."""
+    """Return the result of an environment's `run()` as a list; raise unless it consists of new Rollouts."""
     if not isinstance(returned, list | tuple):
         raise TypeError(f"run() must return a list of Rollout, not {_type_name(returned)}")
     for member in returned:
@@ -40,10 +41,10 @@ def checked_rollouts(returned: Any) -> list[Rollout]:
 
 
 def check_rollout(rollout: Rollout, scored_later: bool, text_only: bool = False, vocab_size: int | None = None) -> None:
-    """Set `reward`, or `error` if the rollout cannot be used.
+    """Set the rollout's `reward`, or its `error` if it cannot be used.
 
     `scored_later`: the environment sets rewards when the group is complete. `text_only`: the model is an API without
-    tokens and logprobs, so nothing is trained on. `vocab_size`: of the model that is trained, if any.
+    tokens and logprobs, so nothing is trained on. `vocab_size`: that of the model in training, if any.
     """
     normalize_fields(rollout)
     if rollout.error is not None:
@@ -63,7 +64,7 @@ def check_rollout(rollout: Rollout, scored_later: bool, text_only: bool = False,
 
 
 def _turn_problem(turn: Turn, vocab_size: int) -> str:
-    """Return which value of a turn cannot be trained on; empty if none."""
+    """Describe the first value of a turn that cannot be trained on; empty if there is none."""
     for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
         if ids.view(np.uint32).max(initial=0) >= vocab_size:  # negative ids are large as unsigned
             first = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -75,12 +76,12 @@ def _turn_problem(turn: Turn, vocab_size: int) -> str:
     if turn.versions.min(initial=0) < NOT_SAMPLED:
         return f"versions contain {turn.versions.min()}: versions start at 0, {NOT_SAMPLED} marks tokens not sampled"
     if not 0 < turn.temperature < math.inf:
-        return f"temperature is {turn.temperature:g}: it must be finite and above 0"
+        return f"temperature = {turn.temperature:g}: it must be finite and above 0"
     return ""
 
 
 def total_reward(rewards: dict[str, float]) -> float:
-    """Return the sum, rounded once (.7 + .2 + .1 is exactly 1); NaN if empty or not a number."""
+    """Return the sum of the rewards, rounded once (.7 + .2 + .1 is exactly 1); NaN if there is none or it overflows."""
     try:
         return math.fsum(rewards.values()) if rewards else math.nan
     except (OverflowError, ValueError):  # too large, or infinities of both signs
@@ -88,7 +89,7 @@ def total_reward(rewards: dict[str, float]) -> float:
 
 
 def reward_problem(rewards: dict[str, float]) -> str:
-    """Return what is wrong with the sum of the rewards; empty if nothing is."""
+    """Describe what is wrong with the sum of the rewards; empty if nothing is."""
     total = total_reward(rewards)
     if not math.isfinite(total):
         return f"rewards {rewards} do not sum to a finite number"
@@ -108,84 +109,84 @@ def normalize_fields(rollout: Rollout) -> None:
             rollout.error = rollout.error or RolloutError(reason, str(error))
 
 
-def _text(name: str, value: Any) -> str:
+def _read_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {_shown(value)}, not a string")
+        raise TypeError(f"{name} is {_format(value)}, not a string")
     if encodable(value) != value:
-        raise ValueError(f"{name} is {_shown(value)}, not valid Unicode")
+        raise ValueError(f"{name} is {_format(value)}, not valid Unicode")
     return str(value)
 
 
-def _number(name: str, value: Any) -> float:
+def _read_number(name: str, value: Any) -> float:
     if not hasattr(type(value), "__float__"):
-        raise TypeError(f"{name} is {_shown(value)}, not a number")
+        raise TypeError(f"{name} is {_format(value)}, not a number")
     try:
         return float(value)
     except Exception as error:  # an integer too large for a float, an array of several numbers
-        raise TypeError(f"{name} is {_shown(value)}, not a number: {type(error).__name__}") from error
+        raise TypeError(f"{name} is {_format(value)}, not a number: {type(error).__name__}") from error
 
 
-def _numbers(field: str, value: Any) -> dict[str, float]:
+def _read_numbers(field: str, value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
-        raise TypeError(f"{field} are {_shown(value)}, not a dict of numbers")
-    singular = field.removesuffix("s")
-    return {_text(f"the name of a {singular}", key): _number(f"{singular} {key!r}", x) for key, x in value.items()}
+        raise TypeError(f"{field} are {_format(value)}, not a dict of numbers")
+    one = field.removesuffix("s")
+    return {_read_text(f"the name of a {one}", key): _read_number(f"{one} {key!r}", x) for key, x in value.items()}
 
 
-def _flag(field: str, value: Any) -> bool:
+def _read_flag(field: str, value: Any) -> bool:
     if not isinstance(value, int | np.bool_):
-        raise TypeError(f"{field} is {_shown(value)}, not a bool")
+        raise TypeError(f"{field} is {_format(value)}, not a bool")
     return bool(value)
 
 
-def _messages(field: str, value: Any) -> list[Message]:
-    for message in _all_of(dict, field, value):
+def _read_messages(field: str, value: Any) -> list[Message]:
+    for message in _check_members(dict, field, value):
         for key in message:
-            _text("a key of a message", key)
+            _read_text("a key of a message", key)
     try:
         msgspec.json.encode(value)  # the format of the record
         msgspec.msgpack.encode(value)  # the format between processes; refuses integers beyond 64 bits
     except Exception as error:
-        raise ValueError(f"its messages are not JSON: {error}") from error
+        raise ValueError(f"messages are not JSON: {error}") from error
     return list(value)
 
 
-def _turns(field: str, value: Any) -> list[Turn]:
-    for turn in _all_of(Turn, field, value):
-        turn.finish_reason = _text("the finish_reason of a turn", turn.finish_reason)
-        turn.temperature = _number("the temperature of a turn", turn.temperature)
+def _read_turns(field: str, value: Any) -> list[Turn]:
+    for turn in _check_members(Turn, field, value):
+        turn.finish_reason = _read_text("the finish_reason of a turn", turn.finish_reason)
+        turn.temperature = _read_number("the temperature of a turn", turn.temperature)
         turn.__post_init__()  # the environment may have changed it
     return list(value)
 
 
-def _samples(field: str, value: Any) -> list[Sample]:
-    for sample in _all_of(Sample, field, value):
+def _read_samples(field: str, value: Any) -> list[Sample]:
+    for sample in _check_members(Sample, field, value):
         sample.__post_init__()
     return list(value)
 
 
-def _all_of(kind: type, field: str, value: Any) -> Any:
+def _check_members(kind: type, field: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or not all(isinstance(member, kind) for member in value):
-        raise TypeError(f"{field} are {_shown(value)}, not a list of {kind.__name__}")
+        raise TypeError(f"{field} are {_format(value)}, not a list of {kind.__name__}")
     return value
 
 
-def _error(field: str, value: Any) -> RolloutError | None:
+def _read_error(field: str, value: Any) -> RolloutError | None:
     if not isinstance(value, RolloutError | None):
-        raise TypeError(f"{field} is {_shown(value)}, not a RolloutError")
+        raise TypeError(f"{field} is {_format(value)}, not a RolloutError")
     return value
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    "error": _error,
-    **dict.fromkeys(("agent", "stop_reason"), _text),
-    **dict.fromkeys(("trainable", "truncated"), _flag),
-    **dict.fromkeys(("rewards", "metrics", "timings"), _numbers),
-    **{"messages": _messages, "turns": _turns, "samples": _samples},
+    "error": _read_error,
+    **dict.fromkeys(("agent", "stop_reason"), _read_text),
+    **dict.fromkeys(("trainable", "truncated"), _read_flag),
+    **dict.fromkeys(("rewards", "metrics", "timings"), _read_numbers),
+    **{"messages": _read_messages, "turns": _read_turns, "samples": _read_samples},
 }
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     try:
         return f"{value!r:.60}"
     except Exception:  # a user's `__repr__` may raise

@@ -16,11 +16,11 @@ from headrace.rollout.types import ROLES, Rollout
 
 _TOOL = ROLES.index("tool")
 ROUNDING = 1e-12
-"""Relative size below which a difference counts as rounding error."""
+"""Relative difference up to which two values count as equal."""
 
 
 def baseline(values: np.ndarray, lengths: np.ndarray | None = None) -> float:
-    """Return the mean; with `lengths` that are not all 0, sum(length * value) / sum(length)."""
+    """Return the mean of the values; with `lengths` that are not all 0, sum(length * value) / sum(length)."""
     values = np.asarray(values, np.float64)
     if lengths is None or not np.any(lengths):
         return float(values.mean())
@@ -37,7 +37,7 @@ def center(values: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
 
 
 def standardize(values: np.ndarray, lengths: np.ndarray | None = None, epsilon: float = 1e-6) -> np.ndarray:
-    """Return centered values over their population standard deviation."""
+    """Return the centered values divided by their population standard deviation plus `epsilon`."""
     return np.asarray(center(values, lengths) / (np.std(np.asarray(values, np.float64)) + epsilon))
 
 
@@ -58,7 +58,7 @@ class Cohort(msgspec.Struct, frozen=True, eq=False):
 
     rewards: np.ndarray
     output_tokens: np.ndarray
-    """Tokens that the model sampled, over all turns: what they cost does not depend on whether they train."""
+    """Tokens that the model sampled, over all turns, whether or not they train."""
     context_tokens: np.ndarray
     """All other tokens of the samples: first prompts and observations."""
     tool_tokens: np.ndarray
@@ -69,11 +69,12 @@ class Cohort(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Cohort:
+        """Count the tokens of the rollouts of one group."""
         return cls(
             np.array([rollout.reward for rollout in rollouts], np.float64),
             np.array([rollout.completion_tokens for rollout in rollouts], np.float64),
             np.array([sum(np.count_nonzero(~(s.mask | s.sampled)) for s in r.samples) for r in rollouts], np.float64),
-            np.array([_tool_tokens(rollout) for rollout in rollouts], np.float64),
+            np.array([_count_tool_tokens(rollout) for rollout in rollouts], np.float64),
             np.array([len(rollout.turns) for rollout in rollouts], np.float64),
             np.array([rollout.trained_tokens for rollout in rollouts], np.float64),
         )
@@ -83,7 +84,7 @@ class Cohort(msgspec.Struct, frozen=True, eq=False):
         return float(self.rewards.mean())
 
 
-def _tool_tokens(rollout: Rollout) -> int:
+def _count_tool_tokens(rollout: Rollout) -> int:
     count = 0
     for sample in rollout.samples:
         roles = observed_roles(sample, rollout.turns)
@@ -123,27 +124,27 @@ def modulate(
 
 
 def fold(advantages: np.ndarray, modulated: np.ndarray, eta: float) -> tuple[np.ndarray, float]:
-    """Normalize modulated and other tokens apart, under a mean over tokens; return also the largest multiplier.
+    """Normalize modulated and other tokens separately for a mean over tokens; return also the largest multiplier.
 
     Of the L tokens of a rollout, unmodulated ones (U) are multiplied by L/|U|, modulated ones (M) by eta * L/|M|.
     """
-    return _weight_apart(advantages, modulated, eta, len(advantages))
+    return _weight_sets(advantages, modulated, eta, len(advantages))
 
 
 def rollout_mean(
     advantages: np.ndarray, modulated: np.ndarray, eta: float, tokens: int, rollouts: int
 ) -> tuple[np.ndarray, float]:
-    """Normalize as `fold` does, but weight every rollout equally; return also the largest multiplier.
+    """Normalize modulated and other tokens separately for a mean over rollouts; return also the largest multiplier.
 
     The trainer divides the sum over all tokens by their number N. To obtain the mean over the R rollouts of (mean over
     U + eta * mean over M), tokens in U are multiplied by N / (R * |U|), tokens in M by eta * N / (R * |M|). N is
     `tokens`, the trainable tokens of this environment's rollouts in the batch, and R is `rollouts`, the number of these
     rollouts. A rollout without contrast is all U.
     """
-    return _weight_apart(advantages, modulated, eta, tokens / rollouts)
+    return _weight_sets(advantages, modulated, eta, tokens / rollouts)
 
 
-def _weight_apart(advantages: np.ndarray, modulated: np.ndarray, eta: float, share: float) -> tuple[np.ndarray, float]:
+def _weight_sets(advantages: np.ndarray, modulated: np.ndarray, eta: float, share: float) -> tuple[np.ndarray, float]:
     """Give both sets of tokens the same total weight `share`, times `eta` for the modulated set."""
     count = int(np.count_nonzero(modulated))
     rest = len(modulated) - count

@@ -2,7 +2,7 @@
 
 Files have xxh3-128, which is about as fast as memory. JSON documents are sealed with a digest of themselves by the
 standard library, because vLLM's workers, whose environment has no xxhash, read some of them.
-A run keeps positions into its data, not the data: a fingerprint shows on resume that they refer to other examples.
+A run keeps positions in its data, not the data: on resume, a fingerprint shows whether the data has changed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import msgspec
 Content = bytes | bytearray | memoryview
 
 NO_DIGEST = 32 * b"0"
-"""Stands in the place of a file's digest in the file itself while the digest is computed."""
+"""Placeholder for a file's digest in the file itself, while the digest is computed."""
 
 _SEAL = re.compile(rb',"(.{6})":"(.{32})"\}\Z', re.DOTALL)
 """Key and digest at the end of a sealed document. A damaged key is found by its digest, which still matches."""
 
 
 def digest_of(*parts: Content) -> str:
-    """Return the xxh3-128 digest of some bytes, in hexadecimal."""
+    """Return the xxh3-128 digest of the concatenated parts, in hexadecimal."""
     return digest_of_parts(parts)
 
 
 def digest_of_parts(parts: Iterable[Content]) -> str:
-    """Return the same for parts of a large file, one after the other."""
+    """Return the xxh3-128 digest of parts of a large file, which are read one at a time, in hexadecimal."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -46,32 +46,34 @@ def seal(document: msgspec.Struct) -> bytes:
 
 def is_whole(content: bytes) -> bool | None:
     """Return whether a sealed document is as it was written; None: it has no digest."""
-    found = _SEAL.search(content)
-    if found is None:
+    match = _SEAL.search(content)
+    if match is None:
         return None
-    matches = _seal_of(content[: found.start()] + b"}") == found[2]
-    return matches if found[1] == b"digest" else False if matches else None
+    is_equal = _seal_of(content[: match.start()] + b"}") == match[2]
+    return is_equal if match[1] == b"digest" else False if is_equal else None
 
 
 def _seal_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).hexdigest().encode()
 
 
-BY_POSITION = (
+CHANGED_DATA = (
     "Examples are drawn by position as before, so one pass may repeat some examples and skip others. To avoid this, "
     "restore the old data, or start a run with the new data in another output_dir"
 )
-"""The consequence of changed data for a resumed run."""
+"""Message on the consequence of changed data for a resumed run."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
+    """The number of a run's examples, and a digest of their contents in order."""
+
     examples: int
     digest: str
 
-    def change_to(self, now: Fingerprint) -> str | None:
-        """Return a description of how `now` differs; None if it is equal."""
+    def describe_change(self, now: Fingerprint) -> str | None:
+        """Describe how the data has changed; None if it has not."""
         if now == self:
             return None
         if now.examples == self.examples:
@@ -80,6 +82,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 def fingerprint(examples: Iterable[Any]) -> Fingerprint:
+    """Count the examples and compute the digest of their contents."""
     count, digest = 0, hashlib.blake2b(digest_size=16)
     for example in examples:
         try:

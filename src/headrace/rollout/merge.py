@@ -4,8 +4,9 @@ Interleaved agents get samples of their own, and a chat template that rewrites h
 corrupting one. A turn sampled at another temperature also starts a new sample: a sample has one temperature. So does a
 turn after one with latents: an engine reads prompts as plain tokens.
 
-A token keeps the experts by which the token after it was sampled: later turns, which compute it again, may have routed
-it differently, for example with newer weights. They add those of the last token of a turn, which it did not compute.
+Routes: a token keeps the experts that were recorded in the first turn which computed it. A later turn recomputes the
+token and may route it differently, for example with newer weights. The last token of a turn is not computed in that
+turn, so its route comes from the next one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class _OpenSample:
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._truncated: list[np.ndarray] = []
-        self._is_truncated = False
+        self._has_truncated = False
         self._routes: list[tuple[int, np.ndarray | None]] = []
-        """Of all tokens but the last, in parts: their number, and their routes, if they are known."""
+        """Parts of all tokens but the last: the number of tokens, and their routes, if recorded."""
         self._append_unsampled(len(turn.prompt_ids))
         self._append_sampled(turn)
 
@@ -60,12 +61,12 @@ class _OpenSample:
 
     def _append_sampled(self, turn: Turn) -> None:
         mask = np.ones(len(turn.completion_ids), np.bool_) if turn.mask is None else turn.mask
-        # Without top-p and top-k the two are equal.
+        # Without top-p and top-k, truncated logprobs are the plain ones.
         truncated = turn.logprobs if turn.truncated_logprobs is None else turn.truncated_logprobs
         self._append(mask, turn.logprobs, truncated, turn.versions)
-        self._is_truncated |= turn.truncated_logprobs is not None
-        known = sum(count for count, _ in self._routes)
-        self._routes.append((self.length - 1 - known, None if turn.routes is None else turn.routes[known:]))
+        self._has_truncated |= turn.truncated_logprobs is not None
+        routed = sum(count for count, _ in self._routes)
+        self._routes.append((self.length - 1 - routed, None if turn.routes is None else turn.routes[routed:]))
 
     def _append(self, *streams: np.ndarray) -> None:
         self.length += len(streams[0])
@@ -73,7 +74,7 @@ class _OpenSample:
             pieces.append(stream)
 
     def close(self) -> Sample:
-        streams = {TRUNCATED: np.concatenate(self._truncated)} if self._is_truncated else {}
+        streams = {TRUNCATED: np.concatenate(self._truncated)} if self._has_truncated else {}
         if (latents := self.last.latents) is not None:
             before = np.zeros((self.length - len(latents), latents.shape[1]), latents.dtype)
             streams[LATENTS] = np.concatenate([before, latents])

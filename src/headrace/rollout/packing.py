@@ -25,8 +25,8 @@ import numpy as np
 
 from headrace.rollout.types import KNOWN_STREAMS, LATENTS, NOT_SAMPLED, ROUTES, TOKEN_ARRAYS, Sample, no_route
 
-TOLERANCE = 0.005
-"""Relative distance of the heaviest worker above the mean at which swapping stops."""
+LOAD_TOLERANCE = 0.005
+"""Swapping stops when the heaviest load is above the mean by at most this fraction."""
 MAX_ROUNDS_APART = 16
 """Rounds by which a swap may move an item: keeps the search linear in the rounds."""
 MAX_SWAPS_PER_WORKER = 16
@@ -39,7 +39,7 @@ class _Partial(NamedTuple):
     """[workers]"""
     rounds: list[int]
     columns: np.ndarray
-    """[rounds, workers]: the item of the round that each share has."""
+    """[rounds, workers]: for each share, the number of its item within the round."""
 
     @property
     def difference(self) -> float:
@@ -56,13 +56,13 @@ def spread(costs: Sequence[float], workers: int) -> list[list[int]]:
     order = np.argsort(-values, kind="stable").reshape(-1, workers)
     assigned = _karmarkar_karp(values[order])
     shares = np.take_along_axis(order, assigned.columns[np.argsort(assigned.rounds)], axis=1)
-    target = (1 + TOLERANCE) * math.fsum(assigned.sums) / workers
+    target = (1 + LOAD_TOLERANCE) * math.fsum(assigned.sums) / workers
     _swap_items(shares, values[shares], assigned.sums.copy(), target)
     return [sorted(share, key=lambda item: (-values[item], item)) for share in shares.T.tolist()]
 
 
 def _karmarkar_karp(rounds: np.ndarray) -> _Partial:
-    """Assign the costs `rounds` [rounds, workers], each row sorted costliest first."""
+    """Assign one item of each round to each worker, from the costs [rounds, workers], rows sorted costliest first."""
     one_each = np.arange(rounds.shape[1])[None]
     partials = [_Partial(sums, [number], one_each) for number, sums in enumerate(rounds)]
     heap = [(-partial.difference, number, partial) for number, partial in enumerate(partials)]
@@ -107,8 +107,8 @@ def _swap_items(shares: np.ndarray, costs: np.ndarray, loads: np.ndarray, target
 
 
 STREAM_DEFAULTS = {**dict.fromkeys(KNOWN_STREAMS, 0.0), "rl_weights": 1.0, "kl_logprobs": math.nan}
-"""The value of a token whose sample lacks a stream that another sample of the bin has. The trainer computes a
-`kl_logprobs` that is NaN, with its own reference."""
+"""The value of a token whose sample lacks a stream that another sample of the bin has. Where `kl_logprobs` is NaN,
+the trainer computes it with its own reference."""
 
 MISSING_REFERENCE = (
     "tokens have ref_kl_weights but no ref_logprobs. Use an algorithm that scores with a reference model (opd, opsd), "
@@ -186,11 +186,11 @@ class Bin(msgspec.Struct):
         return np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
 
 
-def pack(samples: list[Sample], seq_len: int, together: int = 1) -> list[Bin]:
-    """Pack for one worker, without padding: first-fit-decreasing. `together`: as in `pack_for_worker`."""
+def pack(samples: list[Sample], seq_len: int, unit_size: int = 1) -> list[Bin]:
+    """Return bins of all samples, for one worker, without padding. `unit_size`: as in `pack_for_worker`."""
     prepared = _prepare(samples, seq_len)
-    bins = _first_fit_decreasing(_unit_lengths(prepared, together), together * seq_len)
-    return [_fill(_samples_of(bin_, together), prepared) for bin_ in bins]
+    bins = _first_fit_decreasing(_unit_lengths(prepared, unit_size), unit_size * seq_len)
+    return [_make_bin(_unit_samples(bin_, unit_size), prepared) for bin_ in bins]
 
 
 def pack_for_worker(
@@ -200,25 +200,25 @@ def pack_for_worker(
     workers: int,
     cost: Cost,
     pad_to_multiple_of: int = 1,
-    together: int = 1,
+    unit_size: int = 1,
 ) -> list[Bin]:
     """Return the bins of one worker, in the order of `assign_bins`; every worker has the same number.
 
-    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding. Of the samples, each
-    `together` in a row are a unit that stays in one bin, which may then be so many times longer.
+    A bin's length is a multiple of `pad_to_multiple_of`, and at most `seq_len` before padding. `unit_size`:
+    consecutive samples that must be in the same bin; bins may then have `unit_size` times as many tokens.
     """
     prepared = _prepare(samples, seq_len)  # checks all samples, so that every worker refuses a bad batch
-    lengths = _unit_lengths(prepared, together)
-    shares = assign_bins(lengths, together * seq_len, workers, cost, pad_to_multiple_of)
-    return [_fill(_samples_of(bin_, together), prepared, pad_to_multiple_of) for bin_ in shares[worker]]
+    lengths = _unit_lengths(prepared, unit_size)
+    shares = assign_bins(lengths, unit_size * seq_len, workers, cost, pad_to_multiple_of)
+    return [_make_bin(_unit_samples(bin_, unit_size), prepared, pad_to_multiple_of) for bin_ in shares[worker]]
 
 
-def _unit_lengths(samples: list[Sample], together: int) -> list[int]:
-    return [sum(map(len, samples[start : start + together])) for start in range(0, len(samples), together)]
+def _unit_lengths(samples: list[Sample], unit_size: int) -> list[int]:
+    return [sum(map(len, samples[start : start + unit_size])) for start in range(0, len(samples), unit_size)]
 
 
-def _samples_of(units: list[int], together: int) -> list[int]:
-    return [unit * together + number for unit in units for number in range(together)]
+def _unit_samples(units: list[int], unit_size: int) -> list[int]:
+    return [unit * unit_size + number for unit in units for number in range(unit_size)]
 
 
 def assign_bins(
@@ -305,7 +305,7 @@ def _prepare(samples: list[Sample], seq_len: int) -> list[Sample]:
     return [sample.truncated(seq_len) for sample in samples]
 
 
-def _fill(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -> Bin:
+def _make_bin(bin_: list[int], samples: list[Sample], pad_to_multiple_of: int = 1) -> Bin:
     chosen, sources = [samples[i] for i in bin_], list(bin_)
     if padding := _padding_length(sum(map(len, chosen)), pad_to_multiple_of):
         zeros, versions = np.zeros(padding, np.float32), np.full(padding, NOT_SAMPLED)

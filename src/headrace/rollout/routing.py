@@ -36,7 +36,7 @@ def selects_only_unsampled(weights: np.ndarray, mask: np.ndarray) -> bool:
 
 
 def training_problem(sample: Sample) -> str:
-    """Return which stream the losses of its tokens lack or cannot compute with; empty if none."""
+    """Describe the first stream of a sample that is missing or not finite where its losses read it; empty if none."""
     streams, zeros = sample.streams, np.zeros(len(sample), np.float32)
     in_rl, in_ref_kl = sample.rl_members, streams.get("ref_kl_weights", zeros) != 0
     if in_rl.any() and "advantages" not in streams:
@@ -55,14 +55,14 @@ def training_problem(sample: Sample) -> str:
 
 
 class GradientShare(NamedTuple):
-    """Of one rollout in one loss component: the sum over its member tokens, and their number."""
+    """The gradient of one rollout in one loss component: its size, summed over member tokens, and their number."""
 
     total: float
     members: int
 
 
 def gradient_shares(rollout: Rollout) -> dict[str, GradientShare]:
-    """Return how much a rollout's tokens contribute to the gradient of each loss component that trains any of them."""
+    """Return by loss component, of those that train any token, how much a rollout contributes to the gradient."""
     shares: dict[str, GradientShare] = {}
     for sample in rollout.samples:
         for component, (members, sizes) in token_gradients(sample).items():
@@ -72,7 +72,7 @@ def gradient_shares(rollout: Rollout) -> dict[str, GradientShare]:
 
 
 def token_gradients(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return for each loss component that trains any token its member tokens, and the size of each one's gradient.
+    """Return by loss component, of those that train any token, the member tokens and the sizes of their gradients.
 
     The absolute gradient with respect to a member token's logprob, at the policy that sampled it:
 

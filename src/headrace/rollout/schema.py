@@ -1,4 +1,4 @@
-"""Versions of files and messages, and what is raised about those that cannot be read."""
+"""Schema versions of files and messages, and the errors for those that cannot be read."""
 
 from __future__ import annotations
 

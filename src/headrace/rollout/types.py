@@ -23,12 +23,12 @@ NOT_SAMPLED = -1
 TRUNCATED = "truncated_logprobs"
 """The stream of logprobs after top-p and top-k: for metrics, not trained on."""
 LATENTS = "latents"
-"""The stream of latents, [tokens, hidden size] in float16, of a policy that thinks in latent space: what the input
-embedding of a token was blended with. A row of zeros: the plain embedding."""
+"""The stream of latents of a policy that thinks in latent space, [tokens, hidden size] in float16: the vector that was
+blended into the input embedding of a token. A row of zeros: the plain embedding."""
 ROUTES = "routes"
-"""The stream of routes, [tokens, layers * experts per token], of a model with experts: those that each layer chose for
-the token, in ascending order; zeros in layers without experts. In uint8, or uint16 if there are more than 256 experts.
-A row of the largest number alone (`no_route`), which no layer can choose twice: the experts are not known."""
+"""The stream of routes of a model with experts, [tokens, layers * experts per token]: the experts that each layer chose
+for the token, in ascending order; zeros in layers without experts. In uint8, or uint16 if there are more than 256
+experts. A row of `no_route` in every place: the experts were not recorded. No layer can choose one expert twice."""
 
 ROLES = ("", "system", "user", "assistant", "tool")
 """Author of a prompt token, by index; 0 is the chat format itself and any other role."""
@@ -41,7 +41,7 @@ KNOWN_STREAMS: dict[str, np.dtype[Any]] = dict.fromkeys(_STREAMS.split(), np.dty
 
 
 def no_route(routes: np.ndarray) -> int:
-    """Return the number that fills the row of a token whose experts are not known: the trainer chooses them itself."""
+    """Return the number that fills the row of a token without recorded experts: the trainer chooses them itself."""
     return int(np.iinfo(routes.dtype).max)
 
 
@@ -71,16 +71,16 @@ class Turn(msgspec.Struct, eq=False):
     temperature: float
     finish_reason: str = "stop"
     truncated_logprobs: np.ndarray | None = None
-    """Logprobs after top-p and top-k, renormalized; None without these."""
+    """Logprobs after top-p and top-k, renormalized; None if neither is set."""
     prompt_roles: np.ndarray | None = None
     """Per token of the prompt, the index of its role in `ROLES`; None if the renderer does not report roles."""
     latents: np.ndarray | None = None
-    """[completion tokens, hidden size]: the stream of latents; None without these."""
+    """[completion tokens, hidden size]: the stream of latents; None if the policy has none."""
     mask: np.ndarray | None = None
     """Per token of the completion, whether it trains, as the environment decides; None: all do."""
     routes: np.ndarray | None = None
     """[tokens - 1, layers * experts per token]: the stream of routes of prompt and completion. An engine does not
-    compute the last token, so that it has no route."""
+    compute the last token, so the last token has no route."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -171,7 +171,7 @@ class Sample(msgspec.Struct):
         for name, values in named.items():
             self._check_aligned(name, values)
         if not 0 <= self.prompt_length <= len(self):
-            raise ValueError(f"prompt_length {self.prompt_length} is outside a sample of {len(self)} tokens")
+            raise ValueError(f"prompt_length = {self.prompt_length}: outside a sample of {len(self)} tokens")
 
     def _check_aligned(self, name: str, values: np.ndarray) -> None:
         has_rows = values.ndim == 2 and name not in TOKEN_ARRAYS and name not in KNOWN_STREAMS
@@ -182,13 +182,13 @@ class Sample(msgspec.Struct):
             )
 
     def set_stream(self, name: str, values: np.ndarray | list[float]) -> None:
-        """Attach a per-token stream, refusing one of another length."""
+        """Attach a per-token stream; raise if its length is not that of the sample."""
         stream = np.asarray(values, np.float16 if name == LATENTS else KNOWN_STREAMS.get(name))
         self._check_aligned(name, stream)
         self.streams[name] = stream
 
     def truncated(self, length: int) -> Sample:
-        """Return the first `length` tokens of every array and stream."""
+        """Return the sample cut to its first `length` tokens."""
         if len(self) <= length:
             return self
         completion = max(0, length - self.prompt_length)
@@ -221,9 +221,9 @@ class Rollout(msgspec.Struct):
     group_id: str = ""
     draw_id: int = -1
     episode: int = -1
-    """Index of its episode in the group, shared by the agents of the episode; -1 if unknown."""
+    """Index of the rollout's episode in the group, shared by the agents of the episode; -1 if unknown."""
     credited: int = 0
-    """Number of rollouts of its group that were credited together with it, itself included; 0 if it was not."""
+    """Number of rollouts of the group that were credited together, this one included; 0 if it was not credited."""
     agent: str = "policy"
     trainable: bool = True
     reward: float = math.nan
@@ -244,7 +244,7 @@ class Rollout(msgspec.Struct):
 
     @property
     def trained_tokens(self) -> int:
-        """Those of them that train."""
+        """Sampled tokens that train, over all turns."""
         return sum(turn.trained_tokens for turn in self.turns)
 
     @property
@@ -257,7 +257,7 @@ class Rollout(msgspec.Struct):
         return max((int(versions.max()) for versions in self._versions()), default=None)
 
     def _versions(self) -> Iterator[np.ndarray]:
-        """Yield the versions of the sampled tokens of each turn that has any; environments may write tokens, too."""
+        """Yield the versions of the sampled tokens of each turn that has any: some tokens are an environment's own."""
         for turn in self.turns:
             versions = turn.versions[turn.versions != NOT_SAMPLED]
             if len(versions):

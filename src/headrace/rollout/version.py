@@ -29,16 +29,16 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 def staleness(batch_step: int, oldest_version: int) -> int:
-    """Optimizer steps between the oldest weights that produced a rollout and the weights batch `batch_step` trains."""
+    """Return the optimizer steps from the oldest weights that sampled a rollout to those that the batch trains."""
     return (batch_step - 1) - oldest_version
 
 
 def may_ship(batch_step: int, policy_version: int, max_async_level: int) -> bool:
-    """Whether batch `batch_step` may leave while the engine still samples from `policy_version`."""
+    """Return whether batch `batch_step` may ship while the engine still samples from `policy_version`."""
     return policy_version >= batch_step - 1 - max_async_level
 
 
 def past_step(batch_step: int, every: int, max_async_level: int) -> int:
-    """Return the step of the past policy of batch `batch_step`: the last that `every` divides of those that are
-    published whenever the batch may ship."""
+    """Return the step of the past policy for batch `batch_step`: the largest multiple of `every` that is published
+    whenever the batch may ship."""
     return max(0, batch_step - 1 - max_async_level) // every * every

@@ -119,7 +119,7 @@ class ReferenceTotals:
 class DpoTrainer(SftTrainer):
     """The training loop of one process (rank) of a DPO run."""
 
-    COMPONENT, TOGETHER = "rl", 2
+    COMPONENT, UNIT_SIZE = "rl", 2
     config: DpoConfig
     reference: ReferenceTotals | None = None
     """The reference of a run without an adapter."""

@@ -64,13 +64,13 @@ class Learner:
         resume: str | None = None,
         *,
         packed: bool = True,
-        together: int = 1,
+        unit_size: int = 1,
         engines: ColocatedEngines | None = None,
         reference: ReferenceConfig | None = None,
     ) -> None:
         """`packed`: several samples may share a forward pass; `engines` are those on the same device.
 
-        `together`: samples in a row that a loss compares, so that one forward pass needs them all. `reference`: the
+        `unit_size`: consecutive samples that a loss compares, so that one forward pass needs them all. `reference`: the
         weights that score tokens which lack `kl_logprobs`.
         """
         if config.max_steps is None or config.seq_len is None or config.model.name is None:
@@ -121,7 +121,7 @@ class Learner:
         self._saved_step = self.state.step
         self._skipped = SkippedUpdates(config.max_skipped_updates)
         rows = None if packed else 1
-        self.step = TrainStep(self.model, self.optimizer, losses, rows, self.reference, together=together)
+        self.step = TrainStep(self.model, self.optimizer, losses, rows, self.reference, unit_size=unit_size)
 
     def _read_undamaged(self, read: Callable[[], T], start: Path) -> T:
         """Read a part of a checkpoint; if it is damaged for one rank, all raise what `checkpoint.set_aside` gives."""
@@ -187,11 +187,11 @@ class Learner:
         Raises Failure after too many updates in a row were skipped because of gradients that are not finite.
         """
         if self.ranks.size == 1:
-            bins = pack(samples, self.seq_len, self.step.together)
+            bins = pack(samples, self.seq_len, self.step.unit_size)
         else:
             self._check_agreement(samples)
-            ranks, together = self.ranks, self.step.together
-            bins = pack_for_worker(ranks.index, samples, self.seq_len, ranks.size, self.model.cost, together=together)
+            ranks, unit_size = self.ranks, self.step.unit_size
+            bins = pack_for_worker(ranks.index, samples, self.seq_len, ranks.size, self.model.cost, unit_size=unit_size)
         skipped = self.optimizer.skipped
         result = self.step.run(bins, self.learning_rate, **options)
         if result is not None:

@@ -21,7 +21,7 @@ from headrace.errors import DataError
 from headrace.inference.memory import ColocatedEngines
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.status import Status, wait_until
-from headrace.rollout.digest import BY_POSITION
+from headrace.rollout.digest import CHANGED_DATA
 from headrace.rollout.packing import pack_for_worker
 from headrace.rollout.types import Sample
 from headrace.text.renderer import TOOLS_NOT_SHOWN, make_renderer, shows_tools
@@ -57,8 +57,8 @@ class SftTrainer:
 
     COMPONENT: ClassVar[str] = "ce"
     """The component of the loss."""
-    TOGETHER: ClassVar[int] = 1
-    """Samples of an example."""
+    UNIT_SIZE: ClassVar[int] = 1
+    """Samples of an example, which stay in one forward pass."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SftTrainer:
             run.checkpoints,
             resume,
             packed=config.data.pack,
-            together=self.TOGETHER,
+            unit_size=self.UNIT_SIZE,
             engines=engines,
             reference=reference,
         )
@@ -110,7 +110,7 @@ class SftTrainer:
         self.validation: Validation | None = None
         if config.validation is not None and (samples := self._complete(self._render(held_out))) is not None:
             self.validation = Validation(
-                learner.model, samples, learner.seq_len, self.COMPONENT, loss, together=self.TOGETHER
+                learner.model, samples, learner.seq_len, self.COMPONENT, loss, unit_size=self.UNIT_SIZE
             )
         self.truncation = TruncationMonitor(learner.seq_len, status.notify)
         self.metrics = MetricsLog(run.metrics, config.COMMAND)
@@ -214,18 +214,18 @@ class SftTrainer:
 def notify_changed_rows(rows: Rows, state: TrainState, status: Status) -> None:
     """Notify if a resumed run reads other rows: its saved position then refers to other examples."""
     before, state.data = state.data, rows.fingerprint
-    if before is not None and (change := before.change_to(rows.fingerprint)):
-        status.notify(f"{rows.name} has changed since the checkpoint of step {state.step}: {change}. {BY_POSITION}")
+    if before is not None and (change := before.describe_change(rows.fingerprint)):
+        status.notify(f"{rows.name} has changed since the checkpoint of step {state.step}: {change}. {CHANGED_DATA}")
 
 
 class ForwardPasses:
-    """Forward passes without gradients over fixed samples, spread over the ranks; `together` as in `StepTokens`."""
+    """Forward passes without gradients over fixed samples, spread over the ranks; `unit_size` as in `StepTokens`."""
 
-    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int, together: int = 1) -> None:
+    def __init__(self, model: PackedModel, samples: list[Sample], seq_len: int, unit_size: int = 1) -> None:
         self.model, self.ranks = model, model.ranks
         ranks = model.ranks
-        bins = pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost, together=together)
-        self.tokens = StepTokens(bins, together)
+        bins = pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost, unit_size=unit_size)
+        self.tokens = StepTokens(bins, unit_size)
         self._groups = self.tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
         self.count = ranks.most(len(self._groups))
         """Micro-batches, the same on every rank, since they run collectives."""
@@ -269,12 +269,12 @@ class Validation:
         component: str = "ce",
         loss: Loss = ce_loss,
         *,
-        together: int = 1,
+        unit_size: int = 1,
     ) -> None:
         self._component, self._loss = component, loss
-        self._passes = ForwardPasses(model, samples, seq_len, together)
+        self._passes = ForwardPasses(model, samples, seq_len, unit_size)
         if self._passes.count == 0:
-            examples = len(samples) // together
+            examples = len(samples) // unit_size
             raise DataError(f"validation: none of {examples} examples has trained tokens within {seq_len} tokens")
 
     def measure(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:

@@ -62,10 +62,10 @@ class TrainStep:
         micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
         reference: ReferenceWeights | None = None,
         *,
-        together: int = 1,
+        unit_size: int = 1,
     ) -> None:
-        """`micro_batch_tokens` None: the row size of the model's memory plan. `together`: see `StepTokens`."""
-        self.reference, self.together = reference, together
+        """`micro_batch_tokens` None: the row size of the model's memory plan. `unit_size`: see `StepTokens`."""
+        self.reference, self.unit_size = reference, unit_size
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.micro_batch_tokens = micro_batch_tokens
         self.ranks = model.ranks
@@ -87,7 +87,7 @@ class TrainStep:
         `on_micro_batch` is called before each micro-batch with its number, from 1, and the total, `on_gradients` when
         the optimizer's parameters have their gradients, before the update.
         """
-        tokens = StepTokens(bins, self.together)
+        tokens = StepTokens(bins, self.unit_size)
         row_tokens = self.micro_batch_tokens or self.model.plan.row_tokens
         own_counts = [tokens.count(component) for component in COMPONENTS]
         counts = dict(zip(COMPONENTS, self.ranks.sum(own_counts), strict=True))

@@ -44,9 +44,9 @@ class MicroBatch:
 class StepTokens:
     """The flat arrays of a step. Streams that no bin has stay absent and cost nothing."""
 
-    def __init__(self, bins: list[Bin], together: int = 1) -> None:
-        """`together`: packed samples in a row that a micro-batch contains all or none of, and next to each other."""
-        self.together = together
+    def __init__(self, bins: list[Bin], unit_size: int = 1) -> None:
+        """`unit_size`: consecutive packed samples that a micro-batch contains all or none of, next to each other."""
+        self.unit_size = unit_size
         self.lengths = np.concatenate([bin.lengths for bin in bins])
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.sources = np.concatenate([bin.sources for bin in bins])
@@ -72,11 +72,11 @@ class StepTokens:
         return len(self.token_ids)
 
     def count(self, component: str) -> int:
-        """Return the number of member tokens of a component; of units with members if a unit is several samples."""
+        """Return the number of member tokens of a component; with `unit_size` above 1, of units with members."""
         members = self.members[component]
-        if self.together == 1:
+        if self.unit_size == 1:
             return int(members.sum())
-        return int(np.logical_or.reduceat(members, self.starts).sum()) // self.together
+        return int(np.logical_or.reduceat(members, self.starts).sum()) // self.unit_size
 
     def without_reference(self) -> StepTokens:
         """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty.
@@ -95,7 +95,7 @@ class StepTokens:
         groups: list[list[int]] = []
         size, previous = 0, np.zeros(0, np.int64)
         trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts)).tolist()
-        units = [list(unit) for _, unit in groupby(trained, lambda index: self.sources[index] // self.together)]
+        units = [list(unit) for _, unit in groupby(trained, lambda index: self.sources[index] // self.unit_size)]
         for unit in sorted(units, key=lambda unit: sort_key(self._of(unit[0], self._prefix_keys))):
             sequences = [self._of(index, self._prefix_keys) for index in unit]
             others = zip(unit[1:], pairwise(sequences), strict=True)
