@@ -36,7 +36,7 @@ TOKENS, TURNS = TokensPenaltyConfig().make(1), TurnsPenaltyConfig().make(1)
 
 
 def credit(group: Sequence[RolloutView], **settings: Any) -> np.ndarray:
-    return GroupCredit(**settings).of(group, Tally())
+    return GroupCredit(**settings).advantages(group, Tally())
 
 
 def rewarded(group: Sequence[RolloutView], rewards: np.ndarray) -> Sequence[RolloutView]:
@@ -92,8 +92,8 @@ def test_a_penalty_as_a_term_is_a_penalty_folded_into_the_reward(gated: bool, le
         lengths = np.array([view.rollout.completion_tokens for view in group])
         pays = (rewards == 1.0) if gated else np.ones(size)
         penalty = 0.25 * rewards.mean() * lengths / 4096 * pays
-        terms = separate.of(rewarded(group, rewards), Tally())
-        whole = folded.of(rewarded(group, rewards - penalty), Tally())
+        terms = separate.advantages(rewarded(group, rewards), Tally())
+        whole = folded.advantages(rewarded(group, rewards - penalty), Tally())
         furthest = max(furthest, float(np.abs(terms - whole).max()))
     assert furthest < 1e-12
 
@@ -168,15 +168,15 @@ def test_efficiency_without_a_positive_reward_is_plain_grpo(penalty: LengthPenal
 @pytest.mark.parametrize("penalty", [partial(by_seq_len, 1000), partial(by_group_max, 1, 1, 1)])
 def test_a_negative_pass_rate_leaves_the_reward_alone_and_is_counted(penalty: Any, gated: bool):
     tally = Tally()
-    result = GroupCredit(penalty=penalty(gated=gated)).of(make_group([1, -2], [100, 200]), tally)
+    result = GroupCredit(penalty=penalty(gated=gated)).advantages(make_group([1, -2], [100, 200]), tally)
     assert result.tolist() == [1.5, -1.5]
     assert tally.take() == {"negative_pass_rate": 1}
 
 
 def test_a_negative_pass_rate_is_nothing_to_other_penalties():
     tally = Tally()
-    GroupCredit(penalty=overlong(100, 20)).of(make_group([0, -1]), tally)
-    GroupCredit(penalty=TOKENS).of(make_group([0, -1]), tally)
+    GroupCredit(penalty=overlong(100, 20)).advantages(make_group([0, -1]), tally)
+    GroupCredit(penalty=TOKENS).advantages(make_group([0, -1]), tally)
     assert tally.take() == {}
 
 

@@ -144,7 +144,7 @@ def with_hint(name: str, messages: list[Message], text: str) -> list[Message]:
 
 async def hinted(name: str, rollout: Rollout, text: str = "it is old", template: str = HINT) -> tuple[list[int], int]:
     hints = Hints(host_of(name), template, "{it}")
-    return await hints.prompt(rollout, rollout.samples[0], text), hints.apart
+    return await hints.prompt(rollout, rollout.samples[0], text), hints.separate
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -167,7 +167,7 @@ async def test_in_plain_chatml_the_hint_is_a_message_before_the_prompt():
     rollout = rollout_of(own, [QUESTION], [7, 8])
     hints = Hints(Host("env", Teacher(), MODEL.renderer, MODEL.tokenizer, 1000), HINT, "{it}")
     assert await hints.prompt(rollout, rollout.samples[0], "it is old") == [*hint_ids("A hint: it is old."), *own]
-    assert hints.apart == 0
+    assert hints.separate == 0
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

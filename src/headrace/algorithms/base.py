@@ -38,7 +38,7 @@ class Host(msgspec.Struct):
     env: str
     """The environment whose rollouts are credited."""
     policy: Reference
-    """The live policy, for scoring sequences. Its engines may not be up yet in `setup`."""
+    """The live policy, for scoring sequences. During `setup` its engines may not be up yet."""
     renderer: Renderer
     tokenizer: Tokenizer
     seq_len: int
@@ -46,20 +46,20 @@ class Host(msgspec.Struct):
     temperature: float = 1.0
     """The sampling temperature of the environment, unless a turn sets its own."""
     notify: Callable[[str], None] = log.warning
-    """Show a notice to the user, in the log and on the terminal."""
+    """Shows a notice to the user, in the log and on the terminal."""
 
 
 class MakeContext(msgspec.Struct, frozen=True):
-    """What a run gives to the algorithms that it makes."""
+    """Resources of a run for constructing its algorithms."""
 
     seq_len: int
     connect: Callable[[FrozenModelConfig], Reference]
-    """Makes a reference of a model that is served."""
+    """Returns a reference to a model that is served."""
     past: Reference | None = None
-    """The policy of the run's own past, in a run with a server of it; elsewhere the host's policy stands for it."""
+    """The run's own past policy, if a server of the run has it; None: the host's policy is used instead."""
 
     def reference(self, model: TeacherReference | None) -> Reference | None:
-        """Return a reference of a frozen model or of a past policy; None for the policy, which the host has."""
+        """Return a reference to a frozen model or a past policy; None for the live policy, which the host has."""
         if isinstance(model, FrozenModelConfig):
             return self.connect(model)
         return self.past if isinstance(model, PastPolicyConfig) else None
@@ -74,16 +74,16 @@ class Tally:
         self._largest: dict[str, float] = {}
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a total."""
+        """Add an amount to a total."""
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def mean(self, name: str, total: float, count: float) -> None:
-        """Add a sum over `count` values to a mean."""
+        """Add the sum of `count` values to a mean."""
         before = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before[0] + total, before[1] + count)
 
     def largest(self, name: str, value: float) -> None:
-        """Update a maximum."""
+        """Raise a maximum to a value."""
         self._largest[name] = max(value, self._largest.get(name, value))
 
     def take(self) -> dict[str, float]:
@@ -95,18 +95,18 @@ class Tally:
 
 
 class CreditTerm(msgspec.Struct, frozen=True, eq=False):
-    """One term of a group's credit: arrays with one number per rollout, for `headrace view` to explain it."""
+    """One term of a group's credit, shown by `headrace view`: arrays with one number per rollout."""
 
     name: str
     raw: np.ndarray
     """In units of reward."""
     baseline: np.ndarray | float
-    """What is subtracted from `raw`."""
+    """The number that is subtracted from `raw`."""
     values: np.ndarray
-    """Its part of the credit: `raw - baseline`, unless the formula also scales it."""
+    """The term's part of the credit: `raw - baseline`, unless the formula also scales it."""
     formula: str
     key: str = ""
-    """Of the algorithm's section, if one chooses it."""
+    """The key of the algorithm's section that sets the term; empty if there is none."""
 
 
 class RolloutView:
@@ -132,7 +132,7 @@ class RolloutView:
 
     @property
     def episode(self) -> int:
-        """The index of its episode in the group; several agents may have rollouts in one episode."""
+        """The index of the episode in the group; several agents may have rollouts in one episode."""
         return self.rollout.episode
 
     @property
@@ -146,16 +146,17 @@ class RolloutView:
 
     def assign_advantages(self, credit: float | Sequence[float] | np.ndarray) -> None:
         """Set the advantages: one number for all completion tokens, or one per token, samples end to end."""
-        given = np.asarray(credit, np.float64)
-        values = np.full(self.completion_length, given) if given.ndim == 0 else given
+        values = np.asarray(credit, np.float64)
+        if values.ndim == 0:
+            values = np.full(self.completion_length, values)
         if values.shape != (self.completion_length,):
             raise ValueError(
                 f"{values.size} advantages for {self.completion_length} completion tokens of task "
                 f"{self.rollout.task_key}: give a scalar, or one value per completion token"
             )
-        unfit = ~(np.abs(values) <= LARGEST_ADVANTAGE)
-        if unfit.any():
-            fact = f"{values[unfit][0]} as an advantage of task {self.rollout.task_key}"
+        invalid = ~(np.abs(values) <= LARGEST_ADVANTAGE)
+        if invalid.any():
+            fact = f"{values[invalid][0]} as an advantage of task {self.rollout.task_key}"
             raise ValueError(f"{fact}: advantages must be finite, and are kept as float32")
         start = 0
         for sample in self.samples:
@@ -165,20 +166,20 @@ class RolloutView:
 
 
 def assign(group: Sequence[RolloutView], advantages: np.ndarray) -> None:
-    """Set one advantage for all completion tokens of each rollout."""
+    """Set the advantage of each rollout on all its completion tokens."""
     for rollout, advantage in zip(group, advantages, strict=True):
         rollout.assign_advantages(float(advantage))
 
 
-def numbers(given: Any, function: Callable[..., Any]) -> np.ndarray:
-    """Return the result of `function` as float64; raise unless all numbers are finite."""
+def as_finite_array(result: Any, function: Callable[..., Any]) -> np.ndarray:
+    """Return the result of a user's `function` as float64; raise unless all numbers are finite."""
     try:
-        values = np.asarray(given, np.float64)
+        values = np.asarray(result, np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name_of(function)} returned something other than an array of numbers: {error}") from error
     if not np.isfinite(values).all():
-        unusable = values[~np.isfinite(values)][0]
-        raise ValueError(f"{name_of(function)} returned {unusable}: it must return finite numbers")
+        invalid = values[~np.isfinite(values)][0]
+        raise ValueError(f"{name_of(function)} returned {invalid}: it must return finite numbers")
     return values
 
 
@@ -206,33 +207,33 @@ class Algorithm:
     action_loss_type: ClassVar[Literal["rl", "ce", "ref_kl"]] = "rl"
     """The loss component that trains the sampled tokens."""
     model_role: ClassVar[str] = ""
-    """The role of the model in `teacher`, for example `teacher` or `judge`; empty: it has none."""
+    """The role of the model in `teacher`, for example `teacher` or `judge`; empty: there is no such model."""
     promises: ClassVar[tuple[Invariant, ...]] = ()
-    """Invariants that `headrace check-algorithm` tests, beside those of all."""
+    """Invariants that `headrace check-algorithm` tests, beside those of all algorithms."""
     modulates: ClassVar[tuple[Invariant, ...]] = ()
     """Promises that hold because credit is changed per token after the group was scored."""
     replayable: ClassVar[bool] = False
-    """Whether its state can be recomputed from agents and rewards, which the journal has."""
+    """Whether the state can be recomputed from agents and rewards, which the journal has."""
 
     host: Host
     """Set before `setup` is called."""
     teacher: Reference
-    """Of an algorithm with a `model_role`: the frozen model that the run file names, or else the policy. Before `setup`
-    is called it is checked, and limited to `max_concurrent` requests at once."""
+    """With a `model_role`: the frozen model that the run file names, or else the policy. It is checked, and limited to
+    `max_concurrent` requests at once, before `setup` is called."""
     teacher_max_len: int | None = None
-    """Its `max_model_len`, if known."""
+    """The teacher's `max_model_len`, if known."""
     max_concurrent: int = 32
     kl: KlPenalty | None = None
-    """The penalty for the distance to a reference policy that the run file sets."""
+    """The KL penalty towards a reference policy, if the run file sets one."""
 
     @property
     def tally(self) -> Tally:
-        """Metrics logged with the next batch, as `algo/ENV/NAME`."""
+        """Metrics that are logged with the next batch, as `algo/ENV/NAME`."""
         tally: Tally = self.__dict__.setdefault("_tally", Tally())
         return tally
 
     async def start(self, host: Host) -> None:
-        """Check its teacher, and set it up. Raises `BadInput`."""
+        """Check the teacher and the penalty's reference, then call `setup`. Raises `BadInput`."""
         self.host = host
         self._frozen: Reference | None = getattr(self, "teacher", None)
         if self.model_role:
@@ -243,7 +244,7 @@ class Algorithm:
         await self.setup()
 
     async def stop(self) -> None:
-        """Close it and its teacher, after `start` succeeded; the host closes the policy."""
+        """Close the algorithm and its teacher, after `start` succeeded; the host closes the policy."""
         await self.close()
         if self._frozen is not None:
             await self._frozen.close()
@@ -251,25 +252,25 @@ class Algorithm:
             await self.kl.stop()
 
     async def credit_rollout(self, rollout: RolloutView) -> None:
-        """Call `score_rollout` with what the penalty leaves of the reward. Raises `ReferenceFailed`."""
+        """Call `score_rollout` with the KL penalty subtracted from the reward. Raises `ReferenceFailed`."""
         if self.kl is not None:
             await self.kl.measure(rollout.rollout)
-        await self.score_rollout(self.charged(rollout))
+        await self.score_rollout(self.with_penalty(rollout))
 
     async def credit_group(self, group: Sequence[RolloutView]) -> None:
-        """Call `score_group` with what the penalty leaves of the rewards, and weigh the penalty in the loss."""
-        await self.score_group([self.charged(rollout) for rollout in group])
+        """Call `score_group` with the KL penalty subtracted from the rewards, and set a loss penalty's weights."""
+        await self.score_group([self.with_penalty(rollout) for rollout in group])
         if self.kl is not None:
             self.kl.weigh(group)
 
     async def credit_batch(self, batch: Sequence[Survivor]) -> None:
-        """Call `score_batch`, and score what is left by the reference of the penalty."""
+        """Call `score_batch`, then score the rollouts that are left with the penalty's reference."""
         await self.score_batch(batch)
         if self.kl is not None:
             await self.kl.score_batch(batch)
 
-    def charged(self, rollout: RolloutView) -> RolloutView:
-        """Return a rollout as its credit is computed, with a penalty in its reward if there is one."""
+    def with_penalty(self, rollout: RolloutView) -> RolloutView:
+        """Return the view that credit is computed from: with the KL penalty, if any, subtracted from its reward."""
         return rollout if self.kl is None else self.kl.charge(rollout)
 
     async def setup(self) -> None:
@@ -285,7 +286,7 @@ class Algorithm:
         """Credit the rollouts of one group, before filters."""
 
     def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
-        """Return terms that add up to the credit of `score_group`, before it changes any state; empty: not known."""
+        """Return the terms whose sum `score_group` would assign, without changing any state; empty: not available."""
         return []
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, numbers
+from headrace.algorithms.base import Algorithm, MakeContext, RolloutView, as_finite_array
 from headrace.config.algorithms import ALGORITHMS, INVARIANTS, AdvantageConfig, Promises
 from headrace.config.model import ModelReference
 from headrace.errors import BadInput
@@ -61,7 +61,7 @@ class ImportedAlgoConfig(AdvantageConfig):
 
     def make(self, context: MakeContext) -> Algorithm:
         self.check_imports()
-        algorithm = _load(self)(**self.kwargs)
+        algorithm = _load_class(self)(**self.kwargs)
         algorithm.max_concurrent = self.max_concurrent
         if (frozen := context.reference(self.teacher)) is not None:
             algorithm.teacher = frozen
@@ -75,14 +75,14 @@ class ImportedAlgoConfig(AdvantageConfig):
         if self.teacher is not None and not role:
             fix = 'Leave teacher out, or declare model_role = "teacher" in the class.'
             raise BadInput("the class declares no model_role, so that it has no teacher", key="teacher", fix=fix)
-        if self.kl is not None and (component := _load(self).action_loss_type) != "rl":
+        if self.kl is not None and (component := _load_class(self).action_loss_type) != "rl":
             fact = f"the class trains sampled tokens with {component}, and the penalty is a part of rl"
             raise BadInput(fact, key="kl", fix='Leave kl out, or declare action_loss_type = "rl" in the class.')
 
     @property
     def model_role(self) -> str:
         """The role that the class declares for its teacher; empty: it has none."""
-        return _load(self).model_role
+        return _load_class(self).model_role
 
     def promises(self, algorithm: Algorithm) -> Promises:
         """Return what the user's class declares in `promises`."""
@@ -92,7 +92,7 @@ class ImportedAlgoConfig(AdvantageConfig):
         return Promises(frozenset({*algorithm.promises, *algorithm.modulates}))
 
 
-def _load(config: ImportedAlgoConfig) -> type[Algorithm]:
+def _load_class(config: ImportedAlgoConfig) -> type[Algorithm]:
     return load_class(config.type, Algorithm, (), config.kwargs, "algorithm")
 
 
@@ -101,17 +101,17 @@ class Custom(Algorithm):
         self._function = function
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        given = self._function(group)
-        in_order = isinstance(given, Iterable) and not isinstance(given, Mapping | Set | str | bytes)
-        entries = list(given) if in_order else None
+        returned = self._function(group)
+        is_ordered = isinstance(returned, Iterable) and not isinstance(returned, Mapping | Set | str | bytes)
+        entries = list(returned) if is_ordered else None
         if entries is None or len(entries) != len(group):
-            what = f"a {type(given).__name__}" if entries is None else f"{len(entries)} entries"
+            what = f"a {type(returned).__name__}" if entries is None else f"{len(entries)} entries"
             raise ValueError(
                 f"{name_of(self._function)} returned {what} for a group of {len(group)} rollouts: "
                 "it must return one entry for each, a number or one number per completion token"
             )
         for rollout, entry in zip(group, entries, strict=True):
-            credit = numbers(entry, self._function)
+            credit = as_finite_array(entry, self._function)
             try:
                 rollout.assign_advantages(credit)
             except ValueError as error:

@@ -2,9 +2,9 @@
 
     loss = rl(credit) on sampled tokens  +  alpha_role * -log p(token) on observed ones
 
-Observed are the tokens after the first response that the policy did not write, message bodies alone, and of them those
-whose role has an `alpha`. The trainer's mean is over all observed tokens of the step, and `alpha` scales it. A rollout
-without credit (all its group did as well) still learns from what it observed, and from that alone.
+Observed tokens are those after the first response that the policy did not write: message bodies only, and only of roles
+that have an `alpha`. The trainer's mean is over all observed tokens of the step, and `alpha` scales it. A rollout whose
+advantage is 0 (its whole group has the same reward) learns only from what it observed.
 
 Left out on purpose: any choice by content. A `keep` function of the user can narrow the choice.
 """
@@ -27,7 +27,7 @@ from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import ROLES, Rollout
 
 Keep = Callable[[Rollout], Any]
-"""For each turn of the rollout a mask over its prompt's tokens, or None to keep them all."""
+"""Returns for each turn of a rollout a mask over the tokens of its prompt, or None to keep them all."""
 
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -41,8 +41,8 @@ class EchoRoleConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _alpha_alone(cls, given: Any) -> Any:
-        return as_table(given, "alpha", (int, float))
+    def _read_number(cls, value: Any) -> Any:
+        return as_table(value, "alpha", (int, float))
 
 
 def _default_roles() -> dict[Role, EchoRoleConfig]:
@@ -94,7 +94,7 @@ class Echo(Algorithm):
         self._keep = keep
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        masks = [] if self._keep is None else _masks(self._keep, rollout.rollout)
+        masks = [] if self._keep is None else _keep_masks(self._keep, rollout.rollout)
         for sample in rollout.samples:
             roles = observed_roles(sample, rollout.rollout.turns)
             if roles is None:
@@ -105,8 +105,8 @@ class Echo(Algorithm):
             weights = self._alphas[roles]
             for start, turn, prompt_start, length in sample.obs_spans if masks else ():
                 if (mask := masks[turn]) is not None:  # 0 for observed tokens where the mask of their turn is false
-                    place = sample.prompt_length + start
-                    weights[place : place + length] *= mask[prompt_start : prompt_start + length]
+                    first = sample.prompt_length + start
+                    weights[first : first + length] *= mask[prompt_start : prompt_start + length]
             if weights.any():
                 sample.set_stream("ce_weights", weights)
 
@@ -114,15 +114,15 @@ class Echo(Algorithm):
         return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):
+        for rollout, advantage in zip(group, self._credit.advantages(group, self.tally), strict=True):
             rollout.assign_advantages(float(advantage))
             if advantage == 0 and any("ce_weights" in sample.streams for sample in rollout.samples):
-                for sample in rollout.samples:  # else its tokens would count where there is nothing to learn
+                for sample in rollout.samples:  # otherwise its tokens would count in the mean of the rl loss
                     sample.set_stream("rl_weights", np.zeros(len(sample)))
 
 
-def _masks(keep: Keep, rollout: Rollout) -> list[np.ndarray | None]:
-    """Return the masks of the user's function, one per turn."""
+def _keep_masks(keep: Keep, rollout: Rollout) -> list[np.ndarray | None]:
+    """Call the user's filter; return one mask per turn, or raise if its result has another form."""
     masks = keep(rollout)
     if not isinstance(masks, list | tuple) or len(masks) != len(rollout.turns):
         what = f"{len(masks)} masks" if isinstance(masks, list | tuple) else f"a {type(masks).__name__}"

@@ -1,4 +1,4 @@
-"""Group-relative credit: a sum of terms, all centered by one and the same baseline B over the group.
+"""Group-relative credit: a sum of terms, all centered by the same baseline B over the group.
 
     A = center(r) + center(-p) + center(bonus) + ...    center(x) = x - B(x)
 
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Tally, numbers
+from headrace.algorithms.base import Algorithm, CreditTerm, MakeContext, RolloutView, Tally, as_finite_array
 from headrace.algorithms.length_penalties import LengthPenalty, LengthPenaltyConfig
 from headrace.config.algorithms import FINAL, AdvantageConfig, ImportConfig, Invariant, Promises
 from headrace.errors import InvalidValue
@@ -29,7 +29,7 @@ from headrace.imports import load_function, name_of
 from headrace.rollout.credit import ROUNDING, Cohort, baseline, center, standardize
 
 Term = Callable[[Sequence[RolloutView]], Any]
-"""A bonus, one number for each rollout of the group, in units of reward."""
+"""A user's function that returns one bonus per rollout of the group, in units of reward."""
 
 
 class CreditTermsConfig(AdvantageConfig):
@@ -95,6 +95,8 @@ class GroupCreditConfig(CreditTermsConfig):
 
 
 class GroupCredit:
+    """Computes the advantages of a group as a sum of centered terms: reward, users' terms, length penalty."""
+
     def __init__(
         self,
         normalize: Literal["std"] | None = None,
@@ -102,12 +104,12 @@ class GroupCredit:
         penalty: LengthPenalty | None = None,
         terms: Sequence[Term] = (),
     ) -> None:
-        self._of_reward = standardize if normalize == "std" else center
+        self._standardizes_reward = normalize == "std"
         self._length_weighted = length_weighted
         self._penalty = penalty
         self._terms = terms
 
-    def of(self, group: Sequence[RolloutView], tally: Tally) -> np.ndarray:
+    def advantages(self, group: Sequence[RolloutView], tally: Tally) -> np.ndarray:
         """Return one advantage per rollout, float64."""
         reward, *others = terms = self.terms(group, tally)
         credit = reward.values + sum(term.values for term in others)
@@ -115,7 +117,7 @@ class GroupCredit:
         return np.where(np.abs(credit) < ROUNDING * largest, 0.0, credit)  # terms may cancel up to rounding
 
     def terms(self, group: Sequence[RolloutView], tally: Tally) -> list[CreditTerm]:
-        """Return the terms of the credit, that of the reward first."""
+        """Return the terms whose sum is the advantage, that of the reward first."""
         cohort = Cohort.of([view.rollout for view in group])
         lengths = cohort.trained_tokens if self._length_weighted else None
         center_key = "length_weighted_baseline" if self._length_weighted else ""
@@ -126,12 +128,12 @@ class GroupCredit:
             return CreditTerm(name, raw, baseline(raw, lengths), center(raw, lengths), formula, key)
 
         reward = centered("reward", cohort.rewards, center_key)
-        if self._of_reward is standardize:
+        if self._standardizes_reward:
             values, formula = standardize(cohort.rewards, lengths), f"({reward.formula}) / (std(reward) + 1e-6)"
             reward = msgspec.structs.replace(reward, values=values, formula=formula, key="normalize")
         bonuses = []
         for number, term in enumerate(self._terms):
-            bonus = numbers(term(group), term)
+            bonus = as_finite_array(term(group), term)
             if bonus.shape != (len(group),):
                 fact = f"{name_of(term)} returned an array of shape {bonus.shape} for a group of {len(group)} rollouts"
                 raise ValueError(f"{fact}: it must return one number for each")

@@ -39,4 +39,4 @@ class Grpo(Algorithm):
         return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        assign(group, self._credit.of(group, self.tally))
+        assign(group, self._credit.advantages(group, self.tally))

@@ -3,9 +3,9 @@
     loss = rl_weight * rl(A) + ref_kl_weight * ref_kl        each a mean over its own tokens
 
 A is the credit of `headrace.algorithms.group_credit`, as in grpo; ref_kl learns from the teacher's logprobs of the
-sample's own tokens, as in opd. Gradients add. A rollout without credit (all its group did as well) still learns from
-the teacher, and from that alone. A rollout that the teacher did not score is dropped, as in opd: every rollout of a
-batch is trained by the same objective.
+sample's own tokens, as in opd. Gradients add. A rollout whose advantage is 0 (its whole group has the same reward)
+learns only from the teacher. A rollout that the teacher did not score is dropped, as in opd: every rollout of a batch
+is trained with the same objective.
 
 Left out on purpose: a schedule of the weights.
 """
@@ -60,9 +60,9 @@ class GrpoDistill(TaughtAlgorithm):
         return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        for rollout, advantage in zip(group, self._credit.of(group, self.tally), strict=True):
+        for rollout, advantage in zip(group, self._credit.advantages(group, self.tally), strict=True):
             rollout.assign_advantages(float(advantage))
-            # Without credit its tokens would count in the rl loss where there is nothing to learn.
+            # With an advantage of 0, its tokens would only count in the mean of the rl loss.
             weight = self._rl_weight if advantage else 0.0
             for sample in rollout.samples:
                 if weight != 1:

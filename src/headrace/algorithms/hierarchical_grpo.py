@@ -64,7 +64,7 @@ class HierarchicalGrpo(Algorithm):
         return [CreditTerm("reward", rewards, means, values, "reward - mean(reward of its peers)", "episode_agents")]
 
     def _peers(self, group: Sequence[RolloutView]) -> list[list[int]]:
-        """Return the indices of rollouts that are compared with each other."""
+        """Return lists of indices of the rollouts that are compared with each other."""
         peers: dict[tuple[str, int | None], list[int]] = {}
         for index, rollout in enumerate(group):
             episode = rollout.episode if rollout.agent in self._episode_agents else None

@@ -1,16 +1,16 @@
-"""Hints: texts in a template, which a teacher reads in the conversation of the sample that it scores.
+"""Hints: texts in a template that a teacher reads in the conversation of the sample that it scores.
 
     system messages, hint, the other messages of the sample's first prompt    rendered once, as the policy would see it
     completions and observations of the sample                                its own tokens
 
 The hint is a message by the user; where the chat format requires that roles alternate, it is put at the beginning of
-the user's first message. So a template writes its BOS, its default system prompt and the system message once, and in
-their places.
+the user's first message. So the chat template writes its BOS, its default system prompt and the system message once,
+each in its place.
 
 A rollout has messages and no tools. Rendering without tools shows what the hint changes, from its first token to the
-end of the prompt, and this is put into the tokens that the prompt has. Where the rollout's messages do not render to
-the end of the prompt, the conversation from the user's last message on is tried; else the hint stands before the prompt
-as a conversation of its own, and is counted.
+end of the prompt; these tokens replace those of the prompt. Where the rollout's messages do not render to the end of
+the prompt, the conversation from the user's last message on is tried. If that fails too, the hint is put before the
+prompt as a separate conversation, and is counted.
 
 A hint may be the response of a sibling. Which one depends on the contents of the batch, not on the order of arrival.
 """
@@ -38,7 +38,7 @@ MAX_INLINE_CHARS = 20_000
 
 
 class Hints:
-    """Renders prompts with hints for one batch, each prompt with each text once."""
+    """Renders prompts with hints for one batch, and caches them by prompt and text."""
 
     def __init__(self, host: Host, template: str, placeholder: str) -> None:
         from headrace.text.prompt import PromptRenderer  # slow to import, and commands import all algorithms
@@ -47,46 +47,46 @@ class Hints:
         self._bos = host.tokenizer.bos_token_id
         self._template = template
         self._placeholder = placeholder
-        self._made: dict[tuple[str, bytes], list[int]] = {}
-        self.apart = 0
-        """Prompts whose hint stands before them as a conversation of its own."""
+        self._cache: dict[tuple[str, bytes], list[int]] = {}
+        self.separate = 0
+        """Prompts whose hint is a separate conversation before them."""
 
     async def prompt(self, rollout: Rollout, sample: Sample, text: str) -> list[int]:
-        """Return the tokens of the sample's first prompt with this text in it; as it is if the hint is empty."""
+        """Return the tokens of the sample's first prompt with this text as a hint; unchanged if the hint is empty."""
         content = self._template.replace(self._placeholder, text)  # not str.format: the text may contain braces
         own = sample.token_ids[: sample.prompt_length]
         if not content:
             return list(own.tolist())
-        if (key := (content, own.tobytes())) not in self._made:
+        if (key := (content, own.tobytes())) not in self._cache:
             if len(content) + sum(map(len, map(message_text, rollout.messages))) > MAX_INLINE_CHARS:
-                self._made[key] = await asyncio.to_thread(self._make, rollout, own, content)
+                self._cache[key] = await asyncio.to_thread(self._render_hinted, rollout, own, content)
             else:
                 await asyncio.sleep(0)  # yield to the event loop between many short texts
-                self._made[key] = self._make(rollout, own, content)
-        return self._made[key]
+                self._cache[key] = self._render_hinted(rollout, own, content)
+        return self._cache[key]
 
-    def _make(self, rollout: Rollout, own: np.ndarray, content: str) -> list[int]:
+    def _render_hinted(self, rollout: Rollout, own: np.ndarray, content: str) -> list[int]:
         ids: list[int] = own.tolist()
         for messages in _conversations(rollout, own):
             roles = [message.get("role") for message in messages]
             first = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
             hint: list[Message] = [{"role": "user", "content": content}]
             rest = messages[first:]
-            if rest and roles[first] == "user" and not self._takes_two_in_a_row:
-                hint, rest = [{**rest[0], "content": _joined(content, rest[0].get("content"))}], rest[1:]
+            if rest and roles[first] == "user" and not self._accepts_two_user_messages:
+                hint, rest = [{**rest[0], "content": _prepend(content, rest[0].get("content"))}], rest[1:]
             plain, hinted = self._render(messages), self._render([*messages[:first], *hint, *rest])
             if plain is not None and hinted is not None:
-                same = next((n for n, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), 0)
-                start = len(ids) - (len(plain) - same)
-                if start >= 0 and ids[start:] == plain[same:]:
-                    return ids[:start] + hinted[same:]
-        self.apart += 1
+                common = next((n for n, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), 0)
+                start = len(ids) - (len(plain) - common)
+                if start >= 0 and ids[start:] == plain[common:]:
+                    return ids[:start] + hinted[common:]
+        self.separate += 1
         message: list[Any] = [{"role": "user", "content": content}]
         alone: list[int] = list(self._renderer.render_ids(message, add_generation_prompt=False))
         return alone + (ids[1:] if ids[:1] == alone[:1] == [self._bos] else ids)
 
     @cached_property
-    def _takes_two_in_a_row(self) -> bool:
+    def _accepts_two_user_messages(self) -> bool:
         """Whether the chat format accepts two messages by the user in a row."""
         return self._render([{"role": "user", "content": "0"}] * 2) is not None
 
@@ -97,23 +97,23 @@ class Hints:
             return None
 
 
-def _joined(text: str, content: Any) -> Any:
-    """Return the content of a message with a text before its first text."""
+def _prepend(text: str, content: Any) -> Any:
+    """Return the content of a message with a text put before its first text."""
     if not isinstance(content, list):
         return f"{text}\n\n{content}" if content else text
     first = next((n for n, part in enumerate(content) if isinstance(part, dict) and part.get("type") == "text"), None)
     if first is None:
         return [{"type": "text", "text": text}, *content]
-    # In one part: some templates trim each.
+    # In the same part: some templates trim each part.
     part = {**content[first], "text": f"{text}\n\n{content[first].get('text') or ''}"}
     return [*content[:first], part, *content[first + 1 :]]
 
 
 def _conversations(rollout: Rollout, prompt: np.ndarray) -> Iterator[list[Message]]:
-    """Yield the messages that a prompt may be rendered from, each time also those from the user's last one on.
+    """Yield message lists that a prompt may be rendered from, each followed by its end from the user's last message on.
 
     First all messages before the prompt's reply, then those before any reply: environments may leave out replies, and
-    keep the messages of several conversations end to end, or only those of the last.
+    keep the messages of several conversations in a row, or only those of the last.
     """
     turns = [np.array_equal(turn.prompt_ids, prompt) for turn in rollout.turns]
     if True not in turns:
@@ -142,8 +142,8 @@ def message_text(message: Message) -> str:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or call
         arguments = function.get("arguments") or {}
-        given = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-        parts.append(f"{function.get('name', '')}({given})")
+        encoded = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        parts.append(f"{function.get('name', '')}({encoded})")
     return "\n".join(part for part in parts if part)
 
 

@@ -1,4 +1,4 @@
-"""The penalty for the distance between the policy and a reference policy, estimated from the sampled tokens.
+"""The KL penalty between the policy and a reference policy, estimated from the sampled tokens.
 
     k1 = t - ref        k2 = (t - ref)^2 / 2        k3 = exp(ref - t) - (ref - t) - 1
 
@@ -21,18 +21,18 @@ import msgspec
 import numpy as np
 
 from headrace.algorithms.base import Algorithm, Host, MakeContext, RolloutView, Survivor
-from headrace.algorithms.teacher import Scorer, own_job
+from headrace.algorithms.teacher import Scorer, own_prompt_job
 from headrace.config.algorithms import AlgorithmConfig, KlConfig
 from headrace.config.model import FrozenModelConfig
 from headrace.inference.client.reference import Reference, ReferenceFailed
 from headrace.rollout.types import Rollout
 
 METRIC = "reference_kl"
-"""The metric of a rollout: its estimated distance, summed over its sampled tokens."""
+"""The metric of a rollout: the estimated KL divergence, summed over its sampled tokens."""
 
 
 def make_algorithm(config: AlgorithmConfig, context: MakeContext) -> Algorithm:
-    """Construct an algorithm with its penalty, if any; it still needs `start`."""
+    """Return an algorithm with its KL penalty, if any; it still needs `start`."""
     algorithm: Algorithm = config.make(context)
     kl: KlConfig | None = getattr(config, "kl", None)
     if kl is not None and kl.coef > 0:
@@ -42,10 +42,10 @@ def make_algorithm(config: AlgorithmConfig, context: MakeContext) -> Algorithm:
 
 
 class KlPenalty:
-    """The penalty of one environment's algorithm: in the reward, or as weights of a loss."""
+    """The KL penalty of one environment's algorithm: in the reward, or as weights of a loss."""
 
     def __init__(self, config: KlConfig, reference: Reference | None) -> None:
-        """`reference` None: the trainer has it."""
+        """`reference`: scores samples; None if the trainer does so with its own copy."""
         self._config = config
         self.in_reward = config.place == "reward"
         self._reference = reference
@@ -61,12 +61,12 @@ class KlPenalty:
             await self._reference.close()
 
     async def measure(self, rollout: Rollout) -> None:
-        """Set the metric of a new rollout, if its reward is charged. Raises `ReferenceFailed`."""
+        """Set the metric of a new rollout, if the penalty is in the reward. Raises `ReferenceFailed`."""
         if not self.in_reward:
             return
         assert self._scorer is not None, "a penalty in the reward has a reference on a server"
         distance = 0.0
-        outcomes = await self._scorer.score([own_job(sample) for sample in rollout.samples])
+        outcomes = await self._scorer.score([own_prompt_job(sample) for sample in rollout.samples])
         for sample, outcome in zip(rollout.samples, outcomes, strict=True):
             if isinstance(outcome, ReferenceFailed):
                 raise outcome
@@ -74,26 +74,26 @@ class KlPenalty:
         rollout.metrics[METRIC] = distance
 
     def charge(self, view: RolloutView) -> RolloutView:
-        """Return the view that credit is computed from, with the penalty in its reward; samples are shared."""
+        """Return a view with the penalty subtracted from its reward, if it belongs there; samples are shared."""
         if not self.in_reward:
             return view
         reward = view.reward - self._config.coef * view.rollout.metrics[METRIC]
         return RolloutView(msgspec.structs.replace(view.rollout, reward=reward), view.task)
 
     def weigh(self, group: Sequence[RolloutView]) -> None:
-        """Give every sampled token its weight in the loss; the trainer ignores those outside the rl loss."""
+        """Set the penalty's loss weight on every sampled token; the trainer ignores tokens outside the rl loss."""
         if not self.in_reward:
             for sample in (sample for view in group for sample in view.samples):
                 sample.set_stream(f"{self._config.estimator}_weights", sample.mask * self._config.coef)
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
-        """Set the logprobs of a frozen model; a rollout that lacks any is dropped."""
+        """Set a frozen model's logprobs for a penalty in the loss; drop a rollout that is not scored completely."""
         if self._scorer is not None and not self.in_reward:
             await self._scorer.set_stream("kl_logprobs", [survivor for survivor in batch if not survivor.drop_reason])
 
 
 def estimate(estimator: str, logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Return the estimate of each token, float64."""
+    """Return the estimate (k1, k2 or k3) of the divergence at each token, float64."""
     gap = reference.astype(np.float64) - logprobs
     estimates: dict[str, np.ndarray] = {"k1": -gap, "k2": gap**2 / 2, "k3": np.expm1(gap) - gap}
     return estimates[estimator]

@@ -23,7 +23,7 @@ from headrace.rollout.credit import Cohort
 
 LENGTH_PENALTIES: Registry[LengthPenaltyConfig] = Registry("length penalty")
 LengthPenalty = Callable[[Cohort, Tally], np.ndarray]
-"""A penalty for one `seq_len`: returns what is added to each rollout's reward, before it is centered."""
+"""Returns for each rollout the number that is added to its reward, before centering."""
 
 
 class LengthPenaltyConfig(Alternative):
@@ -31,7 +31,7 @@ class LengthPenaltyConfig(Alternative):
 
     REGISTRY = LENGTH_PENALTIES
     OWN_BASELINE: ClassVar[bool] = False
-    """Is defined over the plain mean of the group, and cannot be combined with a length-weighted baseline."""
+    """Whether the penalty is defined with the plain mean of the group, not with a length-weighted baseline."""
     SHIFT_REASON: ClassVar[str] = ""
     """Why credit changes when a constant is added to all rewards; empty: it does not."""
 
@@ -46,7 +46,7 @@ class LengthPenaltyConfig(Alternative):
         return partial(self.term, seq_len=seq_len)
 
     def term(self, cohort: Cohort, tally: Tally, seq_len: int) -> np.ndarray:
-        """Return what is added to each rollout's reward, before it is centered."""
+        """Return for each rollout the number that is added to its reward, before centering."""
         raise NotImplementedError
 
 
@@ -82,7 +82,8 @@ class TurnsPenaltyConfig(LengthPenaltyConfig):
 
 
 def efficiency_bonus(rewards: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Return one bonus per rollout; 0 for all where the largest reward or the mean cost is not positive."""
+    """Return one bonus per rollout, larger for cheaper correct ones; 0 for all unless largest reward and mean cost are
+    positive."""
     best = rewards.max()
     correct = rewards == best
     mean_cost = cost[correct].mean()

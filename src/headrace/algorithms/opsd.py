@@ -4,8 +4,7 @@
 
 The hint is in the conversation of the sample's first prompt (`headrace.algorithms.hints`). The sample's own tokens are
 scored verbatim, so that any number of turns works. The teacher is the live policy, the policy some steps ago, or a
-frozen model. Rewards are logged and never read. A rollout that the teacher did not score has nothing to learn from, and
-is dropped.
+frozen model. Rewards are logged and not used. A rollout that the teacher did not score is dropped.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Opsd(TaughtAlgorithm):
         self._template = TEMPLATE if config.template is None else config.template
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        """Refuse a task without a demonstration on arrival, before its batch is complete."""
+        """Raise for a task without a demonstration on arrival, before its batch is complete."""
         if not demonstration(rollout.task, self._demo_key).strip() and self._template != PLACEHOLDER:
             raise ValueError(
                 f"task {rollout.task.key} of {rollout.task.env} has an empty demonstration as {self._demo_key!r}: opsd "
@@ -89,7 +88,7 @@ class Opsd(TaughtAlgorithm):
             for survivor in batch
             for sample in survivor.samples
         ]
-        self.report_apart(hints.apart)
+        self.report_separate_hints(hints.separate)
         await self.distil(batch, prompts)
 
 

@@ -2,7 +2,7 @@
 
     A_i = r_i - b_agent,   then   b_agent <- decay * b_agent + (1 - decay) * r_i,   b = 0 at first
 
-In self-play one policy plays all sides of a game, and a side may have an advantage: with one baseline per agent it does
+In self-play one policy plays all sides of a game, and one side may be favoured: with one baseline per agent, this does
 not enter the credit. Rollouts of a group are taken episode by episode, those of an episode in the order in which the
 environment returned them. Baselines are committed with the credit that changed them: a killed run restores them.
 
@@ -47,17 +47,17 @@ class Rae(Algorithm):
         self._baselines: dict[str, float] = {}
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        before, self._baselines = self._follow(group)
+        before, self._baselines = self._running_baselines(group)
         assign(group, np.array([rollout.reward for rollout in group]) - before)
         for rollout, baseline in zip(group, before, strict=True):
             self.tally.mean(f"baseline/{rollout.agent}", float(baseline), 1)
 
     def credit_terms(self, group: Sequence[RolloutView]) -> list[CreditTerm]:
-        rewards, before = np.array([rollout.reward for rollout in group]), self._follow(group)[0]
+        rewards, before = np.array([rollout.reward for rollout in group]), self._running_baselines(group)[0]
         return [CreditTerm("reward", rewards, before, rewards - before, "reward - running mean of its agent", "decay")]
 
-    def _follow(self, group: Sequence[RolloutView]) -> tuple[np.ndarray, dict[str, float]]:
-        """Return the baseline before each rollout, and all of them after the group."""
+    def _running_baselines(self, group: Sequence[RolloutView]) -> tuple[np.ndarray, dict[str, float]]:
+        """Return the baseline before each rollout, and the baselines of all agents after the group."""
         before, baselines = np.zeros(len(group)), dict(self._baselines)
         for index in sorted(range(len(group)), key=lambda index: group[index].episode):
             agent, reward = group[index].agent, group[index].reward

@@ -6,8 +6,8 @@
     A_t = A + x_t on M, or 0 where that would turn the sign of A; A on U
 
 A is the sum that `headrace.algorithms.group_credit` makes with normalize = "std": penalty and terms are centered and
-not divided. A hint is the whole response of a sibling in the batch. All hints share one template, so that what it
-changes about the style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after a
+not divided. A hint is the whole response of a sibling in the batch. All hints share one template, so that its effect on
+the style cancels. p is the live policy's, or a frozen teacher's, for the rollout's own tokens after a
 prompt with the hint in it (`headrace.algorithms.hints`). U and M are then normalized each on its own
 (`headrace.rollout.credit`). A rollout that has no correct or no incorrect sibling, or whose teacher fails, keeps its
 plain credit, all of it on U, and is counted.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PLACEHOLDER = "{response}"
 BATCHES_WITHOUT_CONTRAST = 5
-"""Batches in a row without any contrast after which the user is notified, each time."""
+"""The user is notified each time this many batches in a row had no contrast."""
 TEMPLATE = """\
 Here is a reference solution of the problem below, with its final answer:
 
@@ -123,7 +123,7 @@ class Rlcsd(TaughtAlgorithm):
         """Consecutive batches in which no group had a contrast."""
 
     async def score_rollout(self, rollout: RolloutView) -> None:
-        """Refuse on arrival a rollout that could never be a hint."""
+        """Raise for a rollout without a response, which could not be a hint for its siblings."""
         if not replies(rollout.rollout):
             raise ValueError(
                 f"a rollout of task {rollout.task.key} of {rollout.task.env} has no assistant message: rlcsd shows a "
@@ -134,7 +134,7 @@ class Rlcsd(TaughtAlgorithm):
         return self._credit.terms(group, self.tally)
 
     async def score_group(self, group: Sequence[RolloutView]) -> None:
-        assign(group, self._credit.of(group, self.tally))
+        assign(group, self._credit.advantages(group, self.tally))
 
     async def score_batch(self, batch: Sequence[Survivor]) -> None:
         config, rollouts = self._config, [survivor.rollout for survivor in batch]
@@ -156,7 +156,7 @@ class Rlcsd(TaughtAlgorithm):
             self.tally.largest("largest_multiplier", multiplier)
 
     async def _evidence(self, rollouts: Sequence[Rollout]) -> list[np.ndarray | None]:
-        """Return `e` on the trainable tokens of each rollout; None without a contrast or where the teacher failed."""
+        """Return the contrast `e` on the trainable tokens of each rollout; None if hints or scores are missing."""
         config = self._config
         hints = Hints(self.host, TEMPLATE if config.template is None else config.template, PLACEHOLDER)
         thresholds = config.correct_threshold, config.correct_threshold - config.min_contrast_gap
@@ -168,7 +168,7 @@ class Rlcsd(TaughtAlgorithm):
             for sibling in siblings
             for sample in rollout.samples
         ]
-        self.report_apart(hints.apart)
+        self.report_separate_hints(hints.separate)
         outcomes = await self._scorer.score(jobs)
         scored = iter(outcomes)
         evidence: list[np.ndarray | ReferenceFailed | None] = []
@@ -183,8 +183,8 @@ class Rlcsd(TaughtAlgorithm):
         self.tally.count("teacher_failed", len(failures))
         self._report_contrast(rollouts, drawn)
         if failures:
-            words = "%s: no contrast for %d rollouts, which keep their plain credit: %s"
-            log.warning(words, self.host.env, len(failures), failures[-1])
+            message = "%s: no contrast for %d rollouts, which keep their plain credit: %s"
+            log.warning(message, self.host.env, len(failures), failures[-1])
         return [None if isinstance(e, ReferenceFailed) else e for e in evidence]
 
     def _report_contrast(self, rollouts: Sequence[Rollout], drawn: Sequence[Sequence[Rollout]]) -> None:
@@ -204,7 +204,7 @@ class Rlcsd(TaughtAlgorithm):
 def _contrast(
     rollout: Rollout, hints: int, outcomes: Iterator[np.ndarray | ReferenceFailed]
 ) -> np.ndarray | ReferenceFailed:
-    """Return the contrast from the next outcomes: per hint, the positive one first, the scores of every sample."""
+    """Consume a rollout's outcomes, per hint (the correct one first) those of every sample; return its contrast."""
     rows: list[np.ndarray] = []
     failure = None
     for _ in range(hints):

@@ -1,6 +1,6 @@
 """Algorithms with a teacher: a model that scores samples, a bounded number at a time, and distillation from it.
 
-Timeouts and retries of a request belong to the reference. Here a model that keeps failing is given up.
+The reference has the timeouts and retries of a request. This module stops requests to a model that keeps failing.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class TaughtAlgorithm(Algorithm):
         self._scorer: Scorer
 
     async def setup(self) -> None:
-        """Warn if the teacher may not take a hint and its sample."""
+        """Warn if a sample with its hint may be too long for the teacher."""
         host, capacity = self.host, self.teacher_max_len
         longest = hinted_length(host.seq_len) if self._unscored else 0
         if capacity is not None and capacity < longest:
-            words = "%s: %s takes at most %d tokens, and a hint with its sample may have %d: rollouts with longer ones "
-            words += "are %s; serve it with max_model_len = %d, unless hints are that much shorter"
-            log.warning(words, host.env, self.teacher.name, capacity, longest, self._unscored, longest)
+            message = "%s: %s takes at most %d tokens, and a hint with its sample may have %d: rollouts with longer "
+            message += "ones are %s; serve it with max_model_len = %d, unless hints are that much shorter"
+            log.warning(message, host.env, self.teacher.name, capacity, longest, self._unscored, longest)
         self._scorer = Scorer(self.teacher, self.max_concurrent)
 
-    def report_apart(self, prompts: int) -> None:
-        """Count prompts whose conversation is unknown, so that hints are not in it but before it."""
+    def report_separate_hints(self, prompts: int) -> None:
+        """Count and log prompts whose hint is a separate conversation before them, because their own is unknown."""
         if prompts:
             self.tally.count("hints_apart", prompts)
-            words = "%s: %d prompts are not what the messages of their rollouts render to: their hints stand before "
-            words += "them as conversations of their own; an environment's `messages` should be those of its prompts"
-            log.warning(words, self.host.env, prompts)
+            message = "%s: %d prompts are not what the messages of their rollouts render to: their hints stand before "
+            message += "them as conversations of their own; an environment's `messages` should be those of its prompts"
+            log.warning(message, self.host.env, prompts)
 
     async def distil(self, batch: Sequence[Survivor], prompts: Sequence[list[int]] | None = None) -> None:
-        """Set `ref_logprobs` on every sample, scored after its own prompt; a rollout that lacks any is dropped.
+        """Set the teacher's logprobs as `ref_logprobs` of every sample; drop a rollout that is not scored completely.
 
         `prompts` replace the prompts of the batch's samples, in order.
         """
@@ -75,8 +75,8 @@ class TaughtAlgorithm(Algorithm):
         self.tally.count("failures", failures)
 
 
-def own_job(sample: Sample) -> Job:
-    """Return the job that scores a sample after its own prompt."""
+def own_prompt_job(sample: Sample) -> Job:
+    """Return the job of scoring a sample after its own prompt."""
     return sample.token_ids[: sample.prompt_length].tolist(), sample
 
 
@@ -90,13 +90,13 @@ class Scorer:
     async def set_stream(
         self, name: str, batch: Sequence[Survivor], prompts: Sequence[list[int]] | None = None
     ) -> tuple[int, int]:
-        """Set a stream of every sample to its scores; a rollout that lacks any is dropped. Return successes, failures.
+        """Set a stream of every sample to its logprobs; drop rollouts that lack any. Return successes and failures.
 
         `prompts` replace the prompts of the batch's samples, in order.
         """
         pairs = [(survivor, sample) for survivor in batch for sample in survivor.samples]
         samples = [sample for _, sample in pairs]
-        jobs = list(map(own_job, samples)) if prompts is None else list(zip(prompts, samples, strict=True))
+        jobs = list(map(own_prompt_job, samples)) if prompts is None else list(zip(prompts, samples, strict=True))
         failures = 0
         for (survivor, sample), outcome in zip(pairs, await self.score(jobs), strict=True):
             if isinstance(outcome, ReferenceFailed):
@@ -109,7 +109,7 @@ class Scorer:
     async def score(self, jobs: Sequence[Job]) -> list[np.ndarray | ReferenceFailed]:
         """Return for each job one logprob per token of its sample, at the sample's temperature, or the failure.
 
-        On prompts they are those of the last tokens of the job's prompt; where that is shorter than the sample's, 0.
+        Values of prompt tokens are those of the last tokens of the job's prompt; 0 where it is the shorter prompt.
         After `MAX_FAILURES_IN_A_ROW` the remaining jobs fail without a request, so that a dead model costs the timeout
         of the requests in flight and not of all.
         """
@@ -149,7 +149,7 @@ class Scorer:
 
 
 class DistillationConfig(AlgorithmConfig):
-    """An algorithm that learns from a teacher and gives no advantages."""
+    """Base of algorithms that learn from a teacher and assign no advantages."""
 
     HAS_ADVANTAGES = False
 
@@ -159,7 +159,7 @@ class DistillationConfig(AlgorithmConfig):
 
 
 class FrozenTeacherConfig(AlgorithmConfig):
-    """An algorithm that learns from another model, on the policy's own samples."""
+    """Base of algorithms that learn from another model, on the policy's own samples."""
 
     NEEDS_TEACHER = True
 

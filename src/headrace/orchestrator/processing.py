@@ -208,7 +208,7 @@ class TrainProcessing:
         """Have the algorithm credit the rollouts; record their rewards and the algorithm's state in `scored`."""
         algorithm = self._algorithms[task.env]
         views = [RolloutView(rollout, task) for rollout in rollouts]
-        scored.credited = [(view.agent, algorithm.charged(view).reward) for view in views]
+        scored.credited = [(view.agent, algorithm.with_penalty(view).reward) for view in views]
         for rollout in rollouts:
             rollout.credited = len(rollouts)
         if not algorithm.keeps_state():

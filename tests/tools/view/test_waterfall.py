@@ -68,7 +68,7 @@ async def terms_before(session: Session, result: CaseResult, state: Any) -> list
     if algorithm.keeps_state():
         algorithm.load_state(state)
     views = [RolloutView(rollout, result.credited.task) for rollout in result.credited.rollouts]
-    terms = algorithm.credit_terms([algorithm.charged(view) for view in views])
+    terms = algorithm.credit_terms([algorithm.with_penalty(view) for view in views])
     if algorithm.keeps_state():
         algorithm.load_state(after)
     return terms

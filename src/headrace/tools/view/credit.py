@@ -129,7 +129,7 @@ def _terms(
     if algorithm.keeps_state() and not _load_state(run, rollout, algorithm, config):
         notes.append("The state of the algorithm before this group is not known: its baseline begins at 0.")
     views = [RolloutView(member, Task(member.env, {}, member.task_key)) for member in group]
-    return algorithm.credit_terms([algorithm.charged(view) for view in views])
+    return algorithm.credit_terms([algorithm.with_penalty(view) for view in views])
 
 
 def _load_state(run: ViewedRun, rollout: Rollout, algorithm: Algorithm, config: Any) -> bool:
