@@ -147,7 +147,7 @@ class SimulatedRun:
 
     def _advance(self, time: float, event: Event) -> None:
         self.always.add(len(self._running), time - self.now)
-        if self.pipeline.evals.open_epochs:
+        if self.pipeline.evals.open_evals:
             self.across.add(len(self._running), time - self.now)
         self.now = time
         if isinstance(event, Arrival):
@@ -194,7 +194,7 @@ class SimulatedRun:
                 self._after(self._rng.lognormvariate(math.log(MEDIAN), SIGMA), Arrival(episode, [rollout]))
 
     def _may_start(self, episode: Episode) -> bool:
-        if not self._blocking or not self.pipeline.evals.open_epochs:
+        if not self._blocking or not self.pipeline.evals.open_evals:
             return True
         return episode.kind is Kind.EVAL and all(other.kind is Kind.EVAL for other in self._running.values())
 

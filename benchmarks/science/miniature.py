@@ -249,7 +249,7 @@ class Miniature:
         played = await self.play(environment, tasks, size, sampling, "eval", latents)
         scorer = GroupScorer({env.name: environment}, {})
         for group, rollouts in played:
-            await scorer.apply(group, rollouts)
+            await scorer.score(group, rollouts)
         await environment.close()
         return [rollouts for _, rollouts in played]
 

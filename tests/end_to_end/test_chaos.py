@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from headrace.algorithms.rae import Rae
 from headrace.launch.saved_config import read_run
-from headrace.orchestrator.audit import states_before
+from headrace.orchestrator.audit import replay_states
 from headrace.orchestrator.source import TrainSource, TrainTasks
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Task
@@ -104,7 +104,7 @@ def the_prompts_are_those_of_an_uninterrupted_run(journal: Journal) -> None:
 
 def the_algorithm_is_where_a_replay_puts_it(journal: Journal) -> None:
     algorithm = Rae(decay=0.9)
-    asyncio.run(states_before(journal, "stateful", algorithm))
+    asyncio.run(replay_states(journal, "stateful", algorithm))
     replayed = algorithm.state()
     assert msgspec.json.decode(journal.algorithm_states()["stateful"].json) == replayed
     assert replayed.keys() == {"player_0", "player_1"}

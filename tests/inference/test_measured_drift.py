@@ -64,7 +64,7 @@ async def measure(engine: Engine, model_directory: Path, probes: ProbeStore, req
         for request in requests:
             prompt = request.tokens[: request.prompt_length]
             drift.observe(prompt, completion_of(request), request.params.temperature)
-        await drift.settle(60.0)
+        await drift.wait_for_requests(60.0)
         report = drift.end()
     assert report is not None
     assert report[0] == engine.version.step

@@ -413,7 +413,7 @@ class _Process:
     async def finish(self) -> None:
         """The end of a run: what is left in the journal buffer, and whatever is still open, goes into the journal."""
         assert not self.running
-        assert self.pipeline.evals.open_epochs == 0
+        assert self.pipeline.evals.open_evals == 0
         await self.close()
         self.world.journal.drop_open("max_steps")
 

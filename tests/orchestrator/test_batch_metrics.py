@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.orchestrator.batch_metrics import epoch_metrics, failure_notice, is_empty
+from headrace.orchestrator.batch_metrics import eval_metrics, failure_notice, is_empty
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
 from headrace.rollout.version import Version
@@ -34,7 +34,7 @@ def evaluated(*groups: list[Rollout], size: int = 2, solved: float | None = None
                 [(rollout, rollout.error.reason) for rollout in members if rollout.error is not None],
             )
         )
-    batch.metrics = epoch_metrics(batch)
+    batch.metrics = eval_metrics(batch)
     return batch
 
 

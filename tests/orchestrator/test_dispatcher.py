@@ -83,7 +83,7 @@ async def outcome(do: str, timeout: float | None = None, cancel: str | None = No
     arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
     contexts = NoModel()
     runner = EpisodeRunner(Scripted(), contexts, timeout)
-    dispatcher = Dispatcher({("train", "env"): runner}, arrivals.put_nowait, grace=0.05)
+    dispatcher = Dispatcher({("train", "env"): runner}, arrivals.put_nowait, grace_s=0.05)
     episode = Episode(0, Kind.TRAIN, Group("g", Task("env", {"do": do}), 4, 0, draw_id=7), index=3)
     dispatcher.start(episode)
     if started:
@@ -205,7 +205,7 @@ async def test_an_episode_that_ignores_its_cancellation_is_left_behind_and_arriv
 async def test_closing_ends_within_a_bounded_time_whatever_runs():
     arrivals: list[Arrival] = []
     runner = EpisodeRunner(Scripted(), NoModel(), None)
-    dispatcher = Dispatcher({("train", "env"): runner}, arrivals.append, grace=0.05)
+    dispatcher = Dispatcher({("train", "env"): runner}, arrivals.append, grace_s=0.05)
     for number, do in enumerate(["ignore cancellation", "hang", "hang"]):
         dispatcher.start(Episode(number, Kind.TRAIN, Group("g", Task("env", {"do": do}), 3, 0), number))
     await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from headrace.inference.client.engine_client import EngineClient
 from headrace.inference.schema import Completion, WeightVersionSpan
-from headrace.orchestrator.drift import Drift, truncation
+from headrace.orchestrator.drift import Drift, truncation_metrics
 from headrace.rollout.batch import BatchSample
 from headrace.rollout.merge import merge_turns
 from headrace.rollout.types import NOT_SAMPLED, Sample, Turn
@@ -35,7 +35,7 @@ class Rig:
         self.drift = Drift(client, run.probes, completions=2, max_model_len=64)
 
     async def found(self) -> dict[str, float]:
-        await self.drift.settle(10.0)
+        await self.drift.wait_for_requests(10.0)
         report = self.drift.end()
         assert report is not None
         assert report[0] == 5
@@ -135,7 +135,7 @@ async def test_answers_of_another_version_are_discarded_and_counted(rig: Rig):
 async def test_a_new_version_reports_the_last_one_and_gives_up_what_it_had_asked(rig: Rig):
     rig.drift.follow(V5)
     rig.drift.observe([1], completion([-0.5], ("0-5", 0, 1)), 1.0)
-    await rig.drift.settle(10.0)
+    await rig.drift.wait_for_requests(10.0)
     rig.engine.delay = 3600.0
     rig.drift.observe([1], completion([-0.5], ("0-5", 0, 1)), 1.0)
     await asyncio.sleep(0)
@@ -147,7 +147,7 @@ async def test_a_new_version_reports_the_last_one_and_gives_up_what_it_had_asked
 
 async def test_a_version_about_which_nothing_was_asked_has_no_report(rig: Rig):
     rig.drift.follow(V5)
-    await rig.drift.settle(10.0)
+    await rig.drift.wait_for_requests(10.0)
     assert rig.drift.end() is None
 
 
@@ -169,7 +169,7 @@ async def test_a_damaged_probe_is_counted_and_named(rig: Rig, caplog: pytest.Log
 
 
 async def test_an_engine_that_hangs_holds_nothing_up(rig: Rig):
-    rig.drift = Drift(rig.client, rig.run.probes, completions=2, max_model_len=64, timeout=0.05)
+    rig.drift = Drift(rig.client, rig.run.probes, completions=2, max_model_len=64, timeout_s=0.05)
     rig.engine.delay = 3600.0
     rig.drift.follow(V5)
     rig.drift.observe([1], completion([-0.5], ("0-5", 0, 1)), 1.0)
@@ -203,7 +203,7 @@ def test_truncation_is_the_log_of_what_was_left_to_choose_from():
         Turn([1, 2, 3, 4], [5], [math.log(0.2)], [0], 1.0),
     ]
     (sample,) = merge_turns(turns)
-    values = truncation([sample])
+    values = truncation_metrics([sample])
     x = [math.log(0.8), math.log(0.5), 0.0]
     assert values["drift/truncation"] == pytest.approx(sum(map(k, x)) / 3, rel=1e-5)
     assert values["drift/truncation/abs"] == pytest.approx(-sum(x) / 3, rel=1e-5)
@@ -213,7 +213,7 @@ def test_truncation_is_the_log_of_what_was_left_to_choose_from():
 def test_sampling_from_the_whole_distribution_has_no_truncation():
     (sample,) = merge_turns([Turn([1], [2], [-0.5], [0], 1.0)])
     assert sample.streams == {}
-    assert truncation([sample]) == {}
+    assert truncation_metrics([sample]) == {}
 
 
 async def test_a_run_records_the_drift_of_its_versions_through_a_rewind(tmp_path: Path, tiny_model: Path):

@@ -18,7 +18,7 @@ def env(interval: int = 10, tasks: int = 2, group_size: int = 1) -> EvalEnv:
 def due_versions(source: EvalSource, steps: Iterable[int], incarnation: int = 0) -> list[int]:
     found = []
     for version in (Version(incarnation, step) for step in steps):
-        source.follow(version)
+        source.discard_newer(version)
         for entry in source.due(version):
             source.open(entry, version)
             found.append(version.step)
@@ -63,9 +63,9 @@ def test_the_last_group_of_an_epoch_completes_it_whichever_that_is():
     batch = tracker.add(scored(second))
     assert batch is not None
     assert (batch.env, batch.version, len(batch.groups)) == ("heldout", Version(0, 7), 3)
-    assert tracker.open_epochs == 1
-    tracker.close()
-    assert tracker.open_epochs == 0
+    assert tracker.open_evals == 1
+    tracker.record_reported()
+    assert tracker.open_evals == 0
 
 
 def test_epochs_of_one_environment_may_overlap():
@@ -86,9 +86,9 @@ def test_a_pinned_epoch_holds_the_version_until_its_last_group_is_in():
     first, second = source.open(entry, Version(0, 0))
     tracker.open(entry, Version(0, 0), [first, second])
     tracker.add(scored(first))
-    assert tracker.pinned
+    assert tracker.pinned_evals
     tracker.add(scored(second))
-    assert not tracker.pinned
+    assert not tracker.pinned_evals
 
 
 def test_an_environment_without_tasks_is_refused_by_name():

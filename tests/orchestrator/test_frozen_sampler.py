@@ -264,7 +264,7 @@ async def test_episodes_arrive_whether_the_teacher_answers_or_not():
         teacher = served(server)
         contexts: ContextFactory = sampler_of(teacher, load("qwen3"))
         dispatcher = Dispatcher(
-            {(Kind.TRAIN, "adding"): EpisodeRunner(Adding(), contexts, 10.0)}, arrivals.put_nowait, grace=0.1
+            {(Kind.TRAIN, "adding"): EpisodeRunner(Adding(), contexts, 10.0)}, arrivals.put_nowait, grace_s=0.1
         )
         group = Group("g", Task("adding", {}), 2, 0, draw_id=0)
         rollouts = []

@@ -1,6 +1,6 @@
 """The buffer: what a commit may take, in the order of credit, and with which state."""
 
-from headrace.orchestrator.journal_buffer import JournalBuffer, most_common
+from headrace.orchestrator.journal_buffer import JournalBuffer, most_common_reason
 from headrace.orchestrator.signals import Kind, ScoredGroup, TrainBatch
 from headrace.rollout.types import Group, Rollout, RolloutError, Task, Turn
 from headrace.transport.journal_entries import AlgorithmState, Clock, Draw, Totals
@@ -121,6 +121,6 @@ def test_step_metrics_count_errors_and_drops_since_the_last_step():
 
 
 def test_the_commonest_reason_is_decided_alike_in_every_replay():
-    assert most_common(["timeout", "engine", "timeout"]) == "timeout"
-    assert most_common(["b", "a"]) == most_common(["a", "b"])
-    assert most_common([]) == "not_trainable"
+    assert most_common_reason(["timeout", "engine", "timeout"]) == "timeout"
+    assert most_common_reason(["b", "a"]) == most_common_reason(["a", "b"])
+    assert most_common_reason([]) == "not_trainable"

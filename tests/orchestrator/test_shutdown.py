@@ -11,7 +11,7 @@ import pytest
 from headrace.environments.base import Environment
 from headrace.observe.status import Status
 from headrace.orchestrator import shutdown
-from headrace.orchestrator.shutdown import EnvironmentShutdown
+from headrace.orchestrator.shutdown import EnvironmentLifecycle
 
 
 class Diary(Environment):
@@ -60,7 +60,7 @@ async def test_an_environment_that_does_not_close_is_named_and_given_up_and_the_
     monkeypatch.setattr(shutdown, "CLOSE_WARNING_S", 0.01)
     monkeypatch.setattr(shutdown, "CLOSE_TIMEOUT_S", 0.03)
     hanging, other = HangsAtTheEnd(), Diary()
-    environments = EnvironmentShutdown(status)
+    environments = EnvironmentLifecycle(status)
     await environments.start("maze", hanging)
     await environments.start("chess", other)
     await environments.close()
@@ -72,7 +72,7 @@ async def test_an_environment_that_does_not_close_is_named_and_given_up_and_the_
 async def test_a_signal_ends_the_wait_for_an_environment_that_does_not_close(
     status: Status, number: signal.Signals
 ) -> None:
-    hanging, environments = HangsAtTheEnd(), EnvironmentShutdown(status)
+    hanging, environments = HangsAtTheEnd(), EnvironmentLifecycle(status)
     await environments.start("maze", hanging)
     closing = asyncio.create_task(environments.close())
     while hanging.lines != ["started", "closing"]:
@@ -85,7 +85,7 @@ async def test_a_signal_ends_the_wait_for_an_environment_that_does_not_close(
 
 
 async def test_an_environment_whose_start_hangs_is_shown_and_closed_once_its_start_has_ended(status: Status) -> None:
-    hanging, environments = HangsAtTheStart(), EnvironmentShutdown(status)
+    hanging, environments = HangsAtTheStart(), EnvironmentLifecycle(status)
     starting = asyncio.create_task(environments.start("maze", hanging))
     while not status.current.waiting_for:
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_an_environment_whose_start_hangs_is_shown_and_closed_once_its_sta
 
 
 async def test_what_an_environment_raises_when_it_closes_is_raised_once_all_are_closed(status: Status) -> None:
-    other, environments = Diary(), EnvironmentShutdown(status)
+    other, environments = Diary(), EnvironmentLifecycle(status)
     await environments.start("maze", Raises())
     await environments.start("chess", other)
     with pytest.raises(OSError, match="the container is gone"):

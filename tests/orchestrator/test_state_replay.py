@@ -10,7 +10,7 @@ import pytest
 
 from headrace.algorithms.rae import Rae
 from headrace.cli.main import main
-from headrace.orchestrator.audit import find_state_violations, states_before
+from headrace.orchestrator.audit import find_state_violations, replay_states
 from headrace.rollout.batch import Batch
 from headrace.rollout.types import Group, Rollout, Task
 from headrace.transport.journal import Journal
@@ -44,9 +44,9 @@ def journal_at(path: Path) -> Journal:
 async def test_a_replay_takes_every_credit_of_its_environment_in_the_order_of_credit():
     journal = journal_at(Path(":memory:"))
     copying, reversing = Rae(decay=0.5), Rae(decay=0.5)
-    assert await states_before(journal, "copy", copying) == {2: {}, 0: {"b": 3, "a": 0}, 1: {"b": 2.5, "a": 2}}
+    assert await replay_states(journal, "copy", copying) == {2: {}, 0: {"b": 3, "a": 0}, 1: {"b": 2.5, "a": 2}}
     assert copying.state() == FINAL
-    await states_before(journal, "reverse-text", reversing)
+    await replay_states(journal, "reverse-text", reversing)
     assert reversing.state() == {"a": 50}
 
 

@@ -77,7 +77,7 @@ async def watching(
 ):
     async with LinkedEngine(model, run) as engine:
         client = EngineClient(lambda: [*others, engine.url], timeout=timeout)
-        yield engine, WeightWatcher(run.weights, client, status, deadline=deadline)
+        yield engine, WeightWatcher(run.weights, client, status, deadline_s=deadline)
         await client.close()
 
 

@@ -186,7 +186,7 @@ async def orchestrate(process: SimulatedProcess) -> None:
     client = EngineClient(run.endpoints, timeout=REQUEST_TIMEOUT_S, retry_for=RETRY_FOR_S)
     status.set("waiting for the inference servers")
     await client.wait_ready(START_TIMEOUT_S, settings.servers, RESTART_SETTLE_S if journal.epoch > 1 else math.inf)
-    watcher = WeightWatcher(run.weights, client, status, deadline=UPDATE_TIMEOUT_S, poll=POLL_S)
+    watcher = WeightWatcher(run.weights, client, status, deadline_s=UPDATE_TIMEOUT_S, poll_s=POLL_S)
     await watcher.synchronize()
     now = world.loop.time()
     tasks = [Task(ENV, {"n": n}) for n in range(1000)]

@@ -47,7 +47,7 @@ def rewriter_of(model: Model, seq_len: int = 100_000) -> TeacherReplyRewriter:
 
 
 async def say(model: Model, words: Reply, tools: Any = SCHEMAS, seq_len: int = 100_000) -> Reply:
-    prompt = await prompter_of(model, seq_len).prompt(HELLO, tools, None)
+    prompt = await prompter_of(model, seq_len).build(HELLO, tools, None)
     return rewriter_of(model, seq_len).rewrite(words, prompt, tools, 0)
 
 
@@ -73,7 +73,7 @@ async def _talk(model: Model, rng: Random) -> None:
     ]
     prompter, messages, turns, continuation = prompter_of(model), [*HELLO], [], None
     for words in replies:
-        prompt = await prompter.prompt(messages, SCHEMAS, continuation)
+        prompt = await prompter.build(messages, SCHEMAS, continuation)
         calls = sum(len(message.get("tool_calls", ())) for message in messages)
         reply = rewriter_of(model).rewrite(words, prompt, SCHEMAS, calls)
         made = [("add", {"a": 12, "q": "é"})] * len(words.tool_calls)
@@ -111,7 +111,7 @@ async def test_where_history_is_kept_questions_go_on_in_one_sample(name: str):
     model = load(name)
     prompter, messages, turns, continuation = prompter_of(model), [*HELLO], [], None
     for words in (said("one", thought="hm"), said("two", thought="hm"), said("three")):
-        reply = rewriter_of(model).rewrite(words, await prompter.prompt(messages, [], continuation), [], 0)
+        reply = rewriter_of(model).rewrite(words, await prompter.build(messages, [], continuation), [], 0)
         news: list[Message] = [{"role": "user", "content": "and?"}]
         messages += [reply.message, *news]
         turns.append(reply.turn)
@@ -123,9 +123,9 @@ async def test_where_history_is_kept_questions_go_on_in_one_sample(name: str):
 async def test_where_a_question_erases_thoughts_the_conversation_splits(name: str):
     model = load(name)
     prompter = prompter_of(model)
-    first = rewriter_of(model).rewrite(said("one", thought="hm"), await prompter.prompt(HELLO, [], None), [], 0)
+    first = rewriter_of(model).rewrite(said("one", thought="hm"), await prompter.build(HELLO, [], None), [], 0)
     news: list[Message] = [{"role": "user", "content": "and?"}]
-    prompt = await prompter.prompt([*HELLO, first.message, *news], [], Continuation(first.turn, news))
+    prompt = await prompter.build([*HELLO, first.message, *news], [], Continuation(first.turn, news))
     second = rewriter_of(model).rewrite(said("two", thought="hm"), prompt, [], 0)
     assert len(merge_turns([first.turn, second.turn])) == 2
     assert "hm" not in model.decode(second.turn.prompt_ids.tolist())
@@ -147,7 +147,7 @@ async def test_tool_calls_are_numbered_through_the_conversation_in_every_format(
     ):
         model = load(name)
         prompter = prompter_of(model)
-        reply = rewriter_of(model).rewrite(said(calls=2), await prompter.prompt(HELLO, SCHEMAS, None), SCHEMAS, 3)
+        reply = rewriter_of(model).rewrite(said(calls=2), await prompter.build(HELLO, SCHEMAS, None), SCHEMAS, 3)
         assert [call.id for call in reply.tool_calls] == identities
     assert "<|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>" in reply.raw
 
@@ -201,14 +201,14 @@ async def test_a_reply_beyond_seq_len_is_cut_and_truncated():
 async def test_a_conversation_that_is_surely_too_long_is_not_rendered():
     prompter = prompter_of(load("qwen3"), 100)
     with pytest.raises(PromptTooLong, match=r"seq_len.*\b100\b"):
-        await prompter.prompt([{"role": "user", "content": "x" * 100_000}], [], None)
+        await prompter.build([{"role": "user", "content": "x" * 100_000}], [], None)
 
 
 async def test_long_texts_are_written_beside_the_loop():
     model = load("qwen3")
     prompter = prompter_of(model, 1_000_000)
     messages: list[Message] = [{"role": "user", "content": "the cat " * 5000}]
-    prompt = await prompter.prompt(messages, [], None)
+    prompt = await prompter.build(messages, [], None)
     assert prompt.ids == model.renderer.render_ids(messages, add_generation_prompt=True)
     text = "and the cat " * 5000
     reply = rewriter_of(model).rewrite(said(text.strip()), prompt, [], 0)
@@ -301,7 +301,7 @@ async def test_tools_need_a_renderer_that_reads_calls():
     model = load("default")
     prompter = Prompter(create_renderer(model.tokenizer, config_from_name("default")), model.tokenizer, 1000)
     with pytest.raises(EpisodeError) as raised:
-        await prompter.prompt(HELLO, SCHEMAS, None)
+        await prompter.build(HELLO, SCHEMAS, None)
     assert raised.value.reason == "no_tool_parser"
 
 
@@ -316,7 +316,7 @@ async def test_a_prompt_that_such_an_answer_does_not_go_on_from_is_cut_back(tmp_
     tokenizer = Tokenizer(tmp_path)
     prompter = Prompter(make_renderer(tmp_path, tokenizer), tokenizer, 1000)
     rewriter = TeacherReplyRewriter(make_renderer(tmp_path, tokenizer), tokenizer, 1000)
-    turn = rewriter.rewrite(said("yes"), await prompter.prompt(HELLO, [], None), [], 0).turn
+    turn = rewriter.rewrite(said("yes"), await prompter.build(HELLO, [], None), [], 0).turn
     whole = np.concatenate([turn.prompt_ids, turn.completion_ids]).tolist()
     assert tokenizer.decode(whole) == (
         "<|im_start|>user\nhello the cat<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"

@@ -1,4 +1,4 @@
-"""Consistency checks of a run's journal: every draw counts once, and everything else is a fold over the draws.
+"""Consistency checks of a run's journal: every draw counts once, and all other state is recomputed from the draws.
 
 Works on any run directory, running or ended, from its files alone. The states of algorithms that learn only from
 agents, rewards and their order (`Algorithm.replayable`) are replayed from the journal's credits: an audit compares them
@@ -23,10 +23,11 @@ from headrace.transport.run_dir import RunDir
 
 def find_violations(run: RunDir, journal: Journal) -> list[str]:
     """Return a sentence for every inconsistency; empty if the run is consistent."""
-    return [*_draws(journal), *_steps(journal), *_files(run, journal)]
+    return [*_check_draws(journal), *_check_steps(journal), *_check_files(run, journal)]
 
 
-def _draws(journal: Journal) -> Iterator[str]:
+def _check_draws(journal: Journal) -> Iterator[str]:
+    """Check that draw ids and the positions of each environment's draws are contiguous, and outcomes complete."""
     positions: Counter[str] = Counter()
     for expected, (draw, state, step, reason) in enumerate(journal.draws()):
         if draw.id != expected:
@@ -41,7 +42,8 @@ def _draws(journal: Journal) -> Iterator[str]:
             yield f"draw {draw.id} is {state}, but has no step"
 
 
-def _steps(journal: Journal) -> Iterator[str]:
+def _check_steps(journal: Journal) -> Iterator[str]:
+    """Check that committed steps are contiguous and have draws, and that the draws sum to their totals."""
     committed = journal.totals_at()
     if list(committed) != list(range(1, len(committed) + 1)):
         yield f"the committed steps are {list(committed)}: one is missing"
@@ -53,7 +55,7 @@ def _steps(journal: Journal) -> Iterator[str]:
             yield f"the totals of step {step} are {totals}, but its draws sum to {replayed}"
 
 
-def _files(run: RunDir, journal: Journal) -> Iterator[str]:
+def _check_files(run: RunDir, journal: Journal) -> Iterator[str]:
     """Compare the batches and checkpoints on disk with the journal."""
     recorded: dict[int, set[int]] = {}
     for draw, state, step, _ in journal.draws():
@@ -79,13 +81,13 @@ def _files(run: RunDir, journal: Journal) -> Iterator[str]:
         yield f"the steps through {journal.covered()} count as trained, but no checkpoint covers step {covered + 1}"
 
 
-async def states_before(journal: Journal, env: str, algorithm: Algorithm) -> dict[int, Any]:
-    """Return the state of a new algorithm before the credit of each draw."""
+async def replay_states(journal: Journal, env: str, algorithm: Algorithm) -> dict[int, Any]:
+    """Pass the credits of an environment to a new algorithm; return its state before each credit, by draw."""
     states = {}
-    for draw, credited, rewards in journal.credits():
-        if credited == env:
+    for draw, credited_env, rewards in journal.credits():
+        if credited_env == env:
             states[draw] = _json_copy(algorithm.state())
-            await _credit(algorithm, env, rewards)
+            await _replay_credit(algorithm, env, rewards)
     return states
 
 
@@ -97,7 +99,7 @@ async def find_state_violations(journal: Journal, algorithms: Mapping[str, Algor
         credits = deque(credit for credit in journal.credits() if credit[1] == env)
         for step in sorted(saved) if env in algorithms else ():
             while credits and (steps[credits[0][0]] or 0) <= step:  # commits follow the order of credit
-                await _credit(algorithms[env], env, credits.popleft()[2])
+                await _replay_credit(algorithms[env], env, credits.popleft()[2])
             expected, state = _json_copy(algorithms[env].state()), saved[step].json
             if msgspec.json.decode(state) != expected:
                 problems.append(
@@ -107,7 +109,8 @@ async def find_state_violations(journal: Journal, algorithms: Mapping[str, Algor
     return problems
 
 
-async def _credit(algorithm: Algorithm, env: str, rewards: Sequence[tuple[str, float]]) -> None:
+async def _replay_credit(algorithm: Algorithm, env: str, rewards: Sequence[tuple[str, float]]) -> None:
+    """Credit a group of one-token rollouts with these agents and rewards."""
     one, task = np.ones(1), Task(env, {})
     rollouts = [
         Rollout(agent=agent, reward=reward, samples=[Sample(one, one, one, one, 0)]) for agent, reward in rewards

@@ -26,7 +26,7 @@ QUANTILES = {
     "advantages/p95": 0.95,
 }
 CORRECT = "correct"
-"""Reward or metric that tells whether an episode is correct, if an environment has one."""
+"""Name of the reward or metric that is 1 for a correct episode, if an environment has one."""
 MAX_FAILED_SHARE = 0.05
 """Share of failed evaluation episodes above which the user is notified."""
 
@@ -88,19 +88,21 @@ def _environment_metrics(env: str, rollouts: Sequence[Rollout]) -> dict[str, flo
     return values
 
 
-def epoch_metrics(batch: EvalBatch) -> dict[str, float]:
+def eval_metrics(batch: EvalBatch) -> dict[str, float]:
     """Return the metrics of a finished evaluation; only `errors` if every episode failed."""
     episodes = sum(len({rollout.episode for rollout in group.all_rollouts}) for group in batch.groups)
     groups = [finished for group in batch.groups if (finished := _finished_episodes(group))]
     values = {"errors": (episodes - sum(map(len, groups))) / episodes}
     if groups:
         k = batch.group_size
-        rewards = [[_value(episode, lambda rollout: rollout.reward) for episode in group] for group in groups]
+        rewards = [[_episode_mean(episode, lambda rollout: rollout.reward) for episode in group] for group in groups]
         values[f"avg@{k}"] = _mean([_mean(group) for group in rewards])  # by task: a failure keeps its task's weight
         # pass@1, 2, 4, ... k over the tasks with enough episodes; none if rewards are not binary.
         correct = rewards
         if batch.solved is None:
-            correct = [[_value(e, lambda r: (r.rewards | r.metrics).get(CORRECT, r.reward)) for e in g] for g in groups]
+            correct = [
+                [_episode_mean(e, lambda r: (r.rewards | r.metrics).get(CORRECT, r.reward)) for e in g] for g in groups
+            ]
         values |= {f"pass@{size}": _mean(rates) for size, rates in pass_rates(correct, k, batch.solved).items()}
         rollouts = [rollout for group in groups for episode in group for rollout in episode]
         by_agent: dict[str, list[float]] = {}  # an agent may play several times in an episode, or not at all
@@ -144,7 +146,8 @@ def _finished_episodes(group: ScoredGroup) -> list[Episode]:
     return [rollouts for rollouts in by_episode.values() if all(rollout.error is None for rollout in rollouts)]
 
 
-def _value(episode: Episode, read: Callable[[Rollout], float]) -> float:
+def _episode_mean(episode: Episode, read: Callable[[Rollout], float]) -> float:
+    """Return the mean of `read` over the trained agents, or over all if none is trained."""
     return _mean([read(rollout) for rollout in [r for r in episode if r.trainable] or episode])
 
 

@@ -25,7 +25,9 @@ INITIAL_QUEUE = 0.5
 MAX_CAPACITIES = 16
 """Upper bound of the limit, in multiples of the capacity: beyond, an environment's tools are the bottleneck."""
 GROWTH = 0.05
+"""Growth of the limit per report, as a fraction of the capacity."""
 SHRINKAGE = 0.1
+"""Reduction of the limit per report, as a fraction of the limit."""
 SMOOTHING = 0.2
 """Weight of the latest report in the moving averages: requests come and go in waves."""
 FULL = 0.95
@@ -34,8 +36,8 @@ KV_HIGH, KV_LOW = 0.95, 0.85
 """KV cache usage above which the limit shrinks, and below which it may grow."""
 MAX_OUTDATED, MIN_OUTDATED = 0.05, 0.02
 """Share of the rollouts dropped for their age above which the limit shrinks, and below which it may grow again."""
-AGE_SHRINKAGE = 0.2
-AGE_GROWTH = 0.1
+AGE_SHRINKAGE, AGE_GROWTH = 0.2, 0.1
+"""Relative changes of the bound that keeps rollouts from getting too old."""
 LOGGED_CHANGE = 0.2
 """Relative change of the limit that is logged."""
 
@@ -46,7 +48,7 @@ def initial_limit(capacity: int) -> int:
 
 
 class Concurrency:
-    """The current `limit`. It is never below `least`, the largest group that must run at once.
+    """Adjusts `limit`, the most episodes in flight; never below `least`, the largest group that must run at once.
 
     `max_age`: optimizer steps after which a rollout is dropped (`max_off_policy_steps`).
     """
@@ -58,14 +60,14 @@ class Concurrency:
         self._age_limit = math.inf
         """Upper bound of the limit, so that episodes do not get too old."""
         self._batches = self._outdated = self._trained = 0
-        """Batches since the last change of this bound, their rollouts, and those that were dropped for their age."""
+        """Since the last change of this bound: batches, rollouts that were dropped for their age, trained rollouts."""
         self._logged = self.limit
         self._running: float | None = None
         self._waiting = 0.0
         """Moving averages of requests relative to the engines' capacity."""
         self._preemptions: dict[str, int] = {}
         self._capacity = max(1, capacity)
-        """Of the engines of the last report, also those that wait for the trainer."""
+        """Requests that the engines of the last report run at once, including engines that wait for the trainer."""
 
     def update(self, engines: Mapping[str, Health], in_flight: int) -> int:
         """Return the limit after health reports by address, with `in_flight` episodes at the moment."""

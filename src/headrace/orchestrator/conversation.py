@@ -51,7 +51,7 @@ class Prompter:
         self._pool = asyncio.Semaphore(pool_size)
         self._has_checked_tools = False
 
-    async def prompt(self, messages: list[Message], tools: Tools, continuation: Continuation | None) -> Prompt:
+    async def build(self, messages: list[Message], tools: Tools, continuation: Continuation | None) -> Prompt:
         """Return a prompt that keeps the exact tokens of the last turn where possible. Raises `PromptTooLong`."""
         if tools and not self._has_checked_tools:
             self._check_tools()
@@ -108,11 +108,11 @@ class TurnRequest(NamedTuple):
     name: str
     """Unique among all turns of the run, and the same when the run is repeated."""
     first_call: int
-    """The number of its first tool call."""
+    """Number of the reply's first tool call in the conversation, for its id."""
     structured_outputs: StructuredOutputs | None
 
     def limit_tokens(self, limit: int | None) -> int:
-        """Return the tokens that the reply may have, within the run's limit, too."""
+        """Return the tokens that the reply may have: `max_tokens`, or the run's `limit` if that is lower."""
         return self.max_tokens if limit is None else min(self.max_tokens, limit)
 
     def seed(self, run_seed: int | None) -> int | None:
@@ -121,7 +121,7 @@ class TurnRequest(NamedTuple):
 
 
 class ReplySource(Protocol):
-    """The policy, or a teacher in its place."""
+    """What replies in a conversation: the policy, or a teacher in its place."""
 
     prompter: Prompter
 
@@ -158,7 +158,7 @@ class Conversation:
         self._requests[digest] += 1
         name = f"{self._episode}-{digest.hex()}-{self._requests[digest]}"
         prompter = self._source.prompter
-        prompt = await prompter.prompt(messages, tools, self._continuation(messages, hashes))
+        prompt = await prompter.build(messages, tools, self._continuation(messages, hashes))
         limit = prompter.seq_len - len(prompt.ids)
         if max_tokens is not None:
             limit = min(limit, max_tokens)
@@ -184,5 +184,5 @@ class Conversation:
 
 
 def derive_seed(name: str) -> int:
-    """Return a 63-bit seed, the range that engines accept."""
+    """Return a 63-bit seed that depends only on `name`; engines accept no larger ones."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

@@ -34,7 +34,7 @@ from headrace.transport.weights import WeightStore
 log = logging.getLogger(__name__)
 
 MAX_LOADS = 3
-"""Loads of one version for one score: a restarted server has lost it, one that loses it every time is broken."""
+"""Attempts to load a version for one score: a server that was restarted has lost it."""
 
 
 class PolicyReference:
@@ -93,9 +93,9 @@ class PolicyReference:
 
 
 class PastPolicy(PolicyReference):
-    """The policy of the run's own past, on a server of its own: at the start, or with `every` as `past_step` says.
+    """An earlier version of the policy, on its own server: the initial one, or with `every` the one of `past_step`.
 
-    Each score names the weights that it was computed with, so one of a server that was restarted is not used.
+    A score contains the version that computed it, so scores of a restarted server, which has another one, are not used.
     """
 
     name = "the past policy"
@@ -106,13 +106,13 @@ class PastPolicy(PolicyReference):
         super().__init__(client)
         self._weights, self._every, self._max_async_level = weights, every, max_async_level
         self._step = 0
-        """The step of the version that scores."""
+        """Step of the version that scores."""
         self._loaded: int | None = None
-        """The step of the version that the server has; None: not known."""
+        """Step of the version that the server has; None if unknown."""
         self._loading = asyncio.Lock()
 
     def use_batch(self, step: int) -> None:
-        """Score the batch of this step from here on."""
+        """Select the past version that scores the batch of this step."""
         if self._every is not None:
             self._step = past_step(step, self._every, self._max_async_level)
 
@@ -129,7 +129,7 @@ class PastPolicy(PolicyReference):
         raise ReferenceFailed(f"{self.name} scores with {scores.version}, not with the weights after step {self._step}")
 
     async def _load(self) -> None:
-        """Have the server load the version, unless it has it."""
+        """Load the selected version into the server, unless it is loaded."""
         async with self._loading:
             step = self._step
             if self._loaded == step:
@@ -141,7 +141,7 @@ class PastPolicy(PolicyReference):
                     fix = "Restore them, or continue from an earlier checkpoint with --resume STEP."
                     raise BadInput(fact, file=self._weights.directory, fix=fix)
                 await self._client.update_weights(self._weights.path(version), version)
-                log.info("%s is that after step %d", self.name, step)
+                log.info("%s: loaded the weights after step %d", self.name, step)
             self._loaded = step
 
 
@@ -161,7 +161,7 @@ async def set_up_algorithms(
     algorithms = {}
     for env in config.train.env:
         algo = config.algo_of(env)
-        algorithm = make_algorithm(algo, MakeContext(config.seq_len, frozen_model, past))
+        algorithm = make_algorithm(algo, MakeContext(config.seq_len, make_frozen_model, past))
         check_algorithm(env.name, algo, algorithm, renderer)
         temperature = config.train_temperature(env)
         host = Host(env.name, policy, renderer, tokenizer, config.seq_len, config.seed, temperature, notify)
@@ -174,7 +174,7 @@ async def set_up_algorithms(
 
 
 async def open_sources(config: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, ServedModel]:
-    """Return the frozen models that episodes are sampled from, by training environment; each was checked to answer."""
+    """Connect to the frozen models that episodes are sampled from; return them by training environment."""
     assert config.seq_len is not None
     sources = {}
     for env in config.train.env:
@@ -218,5 +218,5 @@ def _load_state(env: str, algorithm: Algorithm, saved: AlgorithmState) -> None:
         algorithm.load_state(state)
 
 
-def frozen_model(config: FrozenModelConfig) -> FrozenModel:
+def make_frozen_model(config: FrozenModelConfig) -> FrozenModel:
     return FrozenModel(ServedModel(**config.model_dump()))

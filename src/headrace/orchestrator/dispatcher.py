@@ -49,7 +49,7 @@ class ContextFactory(Protocol):
 
 
 class EpisodeRunner(msgspec.Struct):
-    """What is needed to run an episode of one environment."""
+    """Environment, model and limits for the episodes of one environment."""
 
     environment: Environment
     contexts: ContextFactory
@@ -62,7 +62,7 @@ class EpisodeRunner(msgspec.Struct):
     """Vocabulary of the model that is trained on the rollouts; None if none is."""
 
 
-class _Running(msgspec.Struct):
+class _RunningEpisode(msgspec.Struct):
     """An episode in flight."""
 
     episode: Episode
@@ -97,23 +97,23 @@ class _StartLimiter:
 
 
 class Dispatcher:
-    """`runners` by (kind, environment name); `deliver` is called once per started episode."""
+    """Runs episodes as tasks and calls `deliver` exactly once for each. `runners` are by kind and environment name."""
 
     def __init__(
         self,
         runners: dict[tuple[str, str], EpisodeRunner],
         deliver: Callable[[Arrival], None],
-        grace: float = CANCEL_GRACE_S,
+        grace_s: float = CANCEL_GRACE_S,
     ) -> None:
-        self._runners, self._deliver, self._grace = runners, deliver, grace
+        self._runners, self._deliver, self._grace_s = runners, deliver, grace_s
         self._limiter = _StartLimiter()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningEpisode] = {}
         self._logged: set[str] = set()
 
     def start(self, episode: Episode) -> None:
         runner = self._runners[episode.kind, episode.env]
         task = asyncio.create_task(self._run(episode, runner))
-        running = self._running[episode.id] = _Running(episode, task)
+        running = self._running[episode.id] = _RunningEpisode(episode, task)
         if runner.timeout is not None:
             error = RolloutError("timeout", f"the episode took longer than {runner.timeout:g} s")
             running.timer = asyncio.get_running_loop().call_later(runner.timeout, self._cancel, running, error)
@@ -134,12 +134,12 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel all episodes in flight and wait until they have arrived."""
-        left = list(self._running.values())
-        for running in left:
+        in_flight = list(self._running.values())
+        for running in in_flight:
             self._cancel(running, RolloutError("cancelled"))
-        if left:
-            await asyncio.wait([running.task for running in left], timeout=self._grace)
-        for running in left:
+        if in_flight:
+            await asyncio.wait([running.task for running in in_flight], timeout=self._grace_s)
+        for running in in_flight:
             self._abandon(running)
 
     # -- one episode ----------------------------------------------------------------------------------------------
@@ -159,39 +159,39 @@ class Dispatcher:
             copy = msgspec.structs.replace(task, data=msgspec.msgpack.decode(msgspec.msgpack.encode(task.data)))
             rollouts = checked_rollouts(await runner.environment.run(copy, context))
         except EngineCallError as error:
-            return [self._failed(episode, RolloutError("engine", fault_of(error).text))]
+            return [self._make_failed(episode, RolloutError("engine", fault_of(error).text))]
         except EpisodeError as error:
             failure = RolloutError(error.reason, fault_of(error).message)
-            return [self._failed(episode, failure, error.place, error.remote_traceback)]
+            return [self._make_failed(episode, failure, error.place, error.remote_traceback)]
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # an error of a user's environment fails its episode only, even sys.exit()
-            return [self._fault(episode, "environment", error)]
+            return [self._make_faulty(episode, "environment", error)]
         finally:
             runner.contexts.close(episode.group.id)
         for rollout in rollouts:
-            _stamp(rollout, episode)
+            _set_identity(rollout, episode)
             check_rollout(rollout, runner.environment.scores_groups, runner.text_only, runner.vocab_size)
         try:
             for rollout in rollouts:
                 if runner.process is not None:
                     await runner.process(rollout, task)
         except Exception as error:  # a user's algorithm, or turns that do not fit together
-            return [self._fault(episode, "algorithm", error)]
+            return [self._make_faulty(episode, "algorithm", error)]
         for rollout in rollouts:
             if rollout.error is not None:
                 self._log_failure(episode, rollout.error)
-        return rollouts or [self._failed(episode, RolloutError("empty", "the environment returned no rollout"))]
+        return rollouts or [self._make_failed(episode, RolloutError("empty", "the environment returned no rollout"))]
 
-    def _cancel(self, running: _Running, error: RolloutError) -> None:
+    def _cancel(self, running: _RunningEpisode, error: RolloutError) -> None:
         if running.cancelled_with is None:
             running.cancelled_with = error
             running.task.cancel()
             if running.timer is not None:
                 running.timer.cancel()
-            running.timer = asyncio.get_running_loop().call_later(self._grace, self._abandon, running)
+            running.timer = asyncio.get_running_loop().call_later(self._grace_s, self._abandon, running)
 
-    def _abandon(self, running: _Running) -> None:
+    def _abandon(self, running: _RunningEpisode) -> None:
         """Report a cancelled episode that has not ended as failed, and ignore its later result."""
         if running.episode.id in self._running and running.cancelled_with is not None:
             log.error(
@@ -199,9 +199,9 @@ class Dispatcher:
                 "CancelledError through and not compute for long on the event loop (workers = N helps)",
                 running.episode.env, running.cancelled_with.reason,
             )  # fmt: skip
-            self._arrive(running, [self._failed(running.episode, running.cancelled_with)])
+            self._arrive(running, [self._make_failed(running.episode, running.cancelled_with)])
 
-    def _on_end(self, running: _Running, task: asyncio.Task[list[Rollout]]) -> None:
+    def _on_end(self, running: _RunningEpisode, task: asyncio.Task[list[Rollout]]) -> None:
         """Deliver the rollouts of a task that has ended, or a failed one in their place."""
         if running.episode.id not in self._running:  # abandoned: it has arrived already
             if not task.cancelled():
@@ -209,13 +209,13 @@ class Dispatcher:
             return
         if running.cancelled_with is not None or task.cancelled():
             error = running.cancelled_with or RolloutError("environment", CANCELLED_ITSELF)
-            self._arrive(running, [self._failed(running.episode, error)])
+            self._arrive(running, [self._make_failed(running.episode, error)])
         elif (exception := task.exception()) is not None:
-            self._arrive(running, [self._fault(running.episode, "environment", exception)])
+            self._arrive(running, [self._make_faulty(running.episode, "environment", exception)])
         else:
             self._arrive(running, task.result())
 
-    def _arrive(self, running: _Running, rollouts: list[Rollout]) -> None:
+    def _arrive(self, running: _RunningEpisode, rollouts: list[Rollout]) -> None:
         del self._running[running.episode.id]
         if running.timer is not None:
             running.timer.cancel()
@@ -225,13 +225,15 @@ class Dispatcher:
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _fault(self, episode: Episode, reason: str, error: BaseException) -> Rollout:
+    def _make_faulty(self, episode: Episode, reason: str, error: BaseException) -> Rollout:
+        """Return a rollout that failed with an exception of the user's code, and log where it was raised."""
         fault = fault_of(error)
-        return self._failed(episode, RolloutError(reason, fault.text), fault.place, fault.traceback)
+        return self._make_failed(episode, RolloutError(reason, fault.text), fault.place, fault.traceback)
 
-    def _failed(self, episode: Episode, error: RolloutError, place: str = "", trace: str = "") -> Rollout:
+    def _make_failed(self, episode: Episode, error: RolloutError, place: str = "", trace: str = "") -> Rollout:
+        """Return a rollout with an error in place of those of an episode, and log the error."""
         rollout = Rollout(error=error)
-        _stamp(rollout, episode)
+        _set_identity(rollout, episode)
         if error.detail:  # not of episodes that the pipeline cancelled
             self._log_failure(episode, error, place, trace)
         return rollout
@@ -247,8 +249,8 @@ class Dispatcher:
             )  # fmt: skip
 
 
-def _stamp(rollout: Rollout, episode: Episode) -> None:
-    """Set the fields that environments do not see."""
+def _set_identity(rollout: Rollout, episode: Episode) -> None:
+    """Set the fields that say to which environment, task, group and episode a rollout belongs."""
     rollout.env = episode.env
     rollout.task_key = episode.group.task.key
     rollout.group_id = episode.group.id

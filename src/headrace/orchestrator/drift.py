@@ -42,14 +42,13 @@ log = logging.getLogger(__name__)
 
 PARTS = ("engine", "routing", "staleness", "decode", "kept_kv", "truncation")
 PROBE_TIMEOUT_S, PROBE_TIMEOUT_SHARED_S = 60.0, 600.0
-"""Timeout of a request, and if the engine may pause for a training step meanwhile."""
-MAX_CONCURRENT = 8
-"""Requests in flight."""
+"""Timeout of a request; the second one if the engine may pause for a training step."""
+MAX_CONCURRENT_REQUESTS = 8
 MIN_TOKENS_SINCE_UPDATE = 4
 """Tokens since an update that a completion needs to be scored: the first completions to end have almost none."""
 
 DriftReport = tuple[int, dict[str, float]]
-"""A step and its metrics."""
+"""Step of the scored version, and its metrics."""
 
 
 class Drift:
@@ -62,17 +61,17 @@ class Drift:
         *,
         completions: int,
         max_model_len: int,
-        timeout: float = PROBE_TIMEOUT_S,
+        timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
         self._client, self._probes = client, probes
-        self._completions, self._timeout = completions, timeout
+        self._completions, self._timeout_s = completions, timeout_s
         self._max_tokens = max_model_len - 1  # an engine that scores a prompt also samples a token after it
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
         self._window: _Window | None = None
         self._logged: set[str] = set()
 
     def follow(self, version: Version) -> DriftReport | None:
-        """Begin with the version that the engines now sample from; return the metrics of the one before."""
+        """Start scoring with the version that the engines now sample from; return the metrics of the previous one."""
         report = self.end()
         self._window = window = _Window(version, self._completions)
 
@@ -94,9 +93,9 @@ class Drift:
             window.left[part] -= 1
             self._spawn(window, partial(self._score_completion, window, part, prompt_ids, completion, temperature))
 
-    async def settle(self, seconds: float) -> None:
-        """Wait at most `seconds` for the requests in flight."""
-        deadline = asyncio.get_running_loop().time() + seconds
+    async def wait_for_requests(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the requests in flight."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while self._window is not None and self._window.tasks:
             left = deadline - asyncio.get_running_loop().time()
             if not (await asyncio.wait(self._window.tasks, timeout=max(0.0, left)))[0]:
@@ -124,11 +123,11 @@ class Drift:
     ) -> None:
         scores = await self._score(window, prompt_ids + completion.token_ids, temperature)
         start = completion.spans[-1].start
-        again = scores[len(prompt_ids) + start :]
-        add_part(window.means, part, again - np.array(completion.logprobs[start : start + len(again)]))
+        rescored = scores[len(prompt_ids) + start :]
+        add_part(window.means, part, rescored - np.array(completion.logprobs[start : start + len(rescored)]))
 
     async def _score(self, window: _Window, token_ids: list[int], temperature: float) -> np.ndarray:
-        """Return the engine's logprobs of a sequence, cut to its limit; empty if it has another version by now."""
+        """Return the engine's logprobs of a sequence, cut to its limit; empty if it has loaded another version."""
         async with self._slots:
             scores = await self._client.score(token_ids[: self._max_tokens], temperature, urgent=True)
         if scores.version != window.version:
@@ -143,7 +142,7 @@ class Drift:
 
     async def _run(self, window: _Window, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout_s):
                 await work()
         except Exception as error:  # a failed diagnosis does not end the run
             window.failed += 1
@@ -172,21 +171,21 @@ class _Window:
         if not (self.means.counts or self.discarded or self.failed):
             return None
         counts = {"drift/discarded": self.discarded, "drift/failed": self.failed}
-        return self.version.step, part_values(self.means) | counts
+        return self.version.step, part_metrics(self.means) | counts
 
 
-def truncation(samples: Iterable[Sample]) -> dict[str, float]:
+def truncation_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the truncation metrics of a batch; empty if no sample has truncated logprobs."""
     means = Means()
     for sample in samples:
         if TRUNCATED in sample.streams:
             sampled = sample.versions != NOT_SAMPLED
             add_part(means, "truncation", (sample.logprobs - sample.streams[TRUNCATED])[sampled])
-    return part_values(means)
+    return part_metrics(means)
 
 
 def add_part(means: Means, part: str, differences: np.ndarray) -> None:
-    """Add tokens to a part of the drift. `differences` has a difference of logprobs per token."""
+    """Add `differences`, one difference of logprobs per token, to the sums of a part of the drift."""
     if len(differences):
         x = differences.astype(np.float64)
         with np.errstate(over="ignore"):
@@ -194,7 +193,7 @@ def add_part(means: Means, part: str, differences: np.ndarray) -> None:
         means.add(f"drift/{part}/abs", float(np.abs(x).sum()), len(x))
 
 
-def part_values(means: Means) -> dict[str, float]:
+def part_metrics(means: Means) -> dict[str, float]:
     """Return the metrics of the parts. Values that overflowed are left out: monitors cannot show them."""
     tokens = {f"drift/{p}/tokens": int(means.counts[f"drift/{p}"]) for p in PARTS if f"drift/{p}" in means.counts}
     return {name: value for name, value in {**means.values(), **tokens}.items() if math.isfinite(value)}

@@ -1,6 +1,6 @@
 """Detection of runs that produce nothing to train on: failed episodes in a row, and empty batches in a row.
 
-Single losses are ignored. Methods that record a result raise `RunFailed` if the run must end.
+Methods that record a result raise `RunFailed` if the run must end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.transport.journal_entries import GROUP_FAILED
 log = logging.getLogger(__name__)
 
 NO_ADVANTAGE = "zero_advantage"
+"""Drop reason of the filter of that name."""
 CAUSES = {
     "not_trainable": ("no rollout was trainable", "Let the environment set `trainable` on the agents that learn"),
     GATED: (
@@ -28,7 +29,7 @@ CAUSES = {
 }
 """Likely cause of an empty batch and what to change, by the drop reason of most rollouts."""
 MIN_FAILED_EPISODES = 32
-"""Failed episodes in a row that end a run, or those of two batches if that is more."""
+"""Failed episodes in a row that end a run; two batches of them if that is more."""
 
 
 class RunFailed(Failure):
@@ -51,13 +52,12 @@ class EmptyBatches:
         self._rewards: list[float] = []
         """Rewards of the rollouts that were dropped for having no advantage."""
         self._empty_batches = 0
-        self._cause = ""
-        """Cause of the last empty batch, and below what to change."""
-        self._advice = ""
+        self._cause = self._advice = ""
+        """Likely cause of the last empty batch, and what to change."""
 
     @property
     def problem(self) -> str:
-        """Return why no batch ships although rollouts arrive; empty if the last batch was not empty."""
+        """Return why no batch ships although rollouts arrive, and a fix; empty if the last batch was not empty."""
         if not self._empty_batches:
             return ""
         limit = self._max_empty_batches

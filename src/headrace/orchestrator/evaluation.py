@@ -49,8 +49,8 @@ class EvalSource:
         self._again_on_resume = again_on_resume
         self._ids = itertools.count()
 
-    def follow(self, version: Version) -> None:
-        """Discard evaluations of later versions if `version` (now served by the engines) is a new incarnation."""
+    def discard_newer(self, version: Version) -> None:
+        """Discard evaluations after `version` if it belongs to a new incarnation, which publishes those steps again."""
         kept = version.step
         if self._again_on_resume and kept:  # `eval_base_model` decides about version 0
             kept -= 1
@@ -61,7 +61,7 @@ class EvalSource:
     def due(self, version: Version, *, final: bool = False) -> list[EvalEnv]:
         """Return the environments that passed a multiple of their interval since their last evaluation.
 
-        With `final` those on which this version has not been evaluated.
+        With `final`, return those on which this version has not been evaluated.
         """
         intervals = [(env, 1 if final else env.interval) for env in self._environments]
         return [env for env, every in intervals if version.step // every > self._evaluated[env.name].step // every]
@@ -81,11 +81,11 @@ class EvalTracker:
     def __init__(self) -> None:
         self._batch_of: dict[str, EvalBatch] = {}
         """By the id of a group that is not complete."""
-        self.open_epochs = 0
-        """Evaluations that are opened and not reported."""
+        self.open_evals = 0
+        """Evaluations that are not reported."""
         self._opened = 0
-        """Groups of all evaluations since the last time that none was open."""
-        self.pinned = 0
+        """Groups of all evaluations since the last moment without an open one."""
+        self.pinned_evals = 0
         """Evaluations that are not complete and must be sampled from the current weights to their end."""
 
     @property
@@ -94,11 +94,11 @@ class EvalTracker:
         return self._opened - len(self._batch_of), self._opened
 
     def open(self, env: EvalEnv, version: Version, groups: Sequence[Group], now: float = 0.0) -> None:
-        self._opened = len(groups) + (self._opened if self.open_epochs else 0)
+        self._opened = len(groups) + (self._opened if self.open_evals else 0)
         batch = EvalBatch(env.name, version, env.group_size, env.solved, now, env.pinned, len(groups))
         self._batch_of.update({group.id: batch for group in groups})
-        self.open_epochs += 1
-        self.pinned += env.pinned
+        self.open_evals += 1
+        self.pinned_evals += env.pinned
 
     def add(self, scored: ScoredGroup) -> EvalBatch | None:
         """Add a complete group; return the batch of its evaluation if this was the last group."""
@@ -107,9 +107,8 @@ class EvalTracker:
         batch.missing -= 1
         if batch.missing:
             return None
-        self.pinned -= batch.pinned
+        self.pinned_evals -= batch.pinned
         return batch
 
-    def close(self) -> None:
-        """Count one evaluation as reported."""
-        self.open_epochs -= 1
+    def record_reported(self) -> None:
+        self.open_evals -= 1

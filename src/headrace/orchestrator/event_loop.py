@@ -27,11 +27,13 @@ log = logging.getLogger(__name__)
 LAG_PROBE_S = 0.05
 """Interval of the measurements of the event loop's lag."""
 LAG_WARNING_S = 1.0
+"""Lag above which the first warning is logged."""
 BLOCKED_WARNING_S = 10.0
 """Time without an iteration of the loop until the first warning; later ones follow at growing intervals."""
 TICK_S = 0.5
+"""Interval at which the loop reports that it runs, and at which the thread checks this."""
 ADVICE = "Run environments that compute in worker processes (workers = N on the environment)"
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(headrace.__file__).parent))
+_LIBRARY_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(headrace.__file__).parent))
 
 
 async def measure_lag(interval_s: float, emit: Callable[[dict[str, float]], None]) -> None:
@@ -94,7 +96,7 @@ async def watch_loop(
 def location_of(frame: FrameType | None) -> str:
     """Return function, file and line of the innermost frame outside of libraries; else of the innermost frame."""
     user = frame
-    while user is not None and user.f_code.co_filename.startswith(_LIBRARIES):
+    while user is not None and user.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         user = user.f_back
     shown = user or frame
     return f"{shown.f_code.co_name} ({shown.f_code.co_filename}, line {shown.f_lineno})" if shown else "unknown code"

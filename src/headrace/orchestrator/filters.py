@@ -107,7 +107,7 @@ class CustomFilterConfig(FilterConfig):
         return load_function(self.import_path, self.kwargs, "filter")
 
     @model_validator(mode="after")
-    def _name_is_function(self) -> Self:
+    def _default_name_to_function(self) -> Self:
         if not self.name:
             object.__setattr__(self, "name", self.import_path.rpartition(":")[2])
         return self

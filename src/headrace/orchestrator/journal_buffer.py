@@ -19,7 +19,7 @@ from headrace.transport.journal_entries import NOT_TRAINABLE, AlgorithmState, Cl
 
 
 class _Entry(msgspec.Struct):
-    """A group that is not committed."""
+    """A processed group that is not committed."""
 
     env: str
     outcome: Outcome
@@ -39,7 +39,9 @@ class JournalBuffer:
         self.drawn: list[Draw] = []
         """Draws since the last commit."""
         self._credited: deque[_Entry] = deque()
+        """Groups in the order of credit."""
         self._entry_of: dict[int, _Entry] = {}
+        """Credited groups by draw."""
         self._never_credited: list[_Entry] = []
         self._step = _StepCounts(now)
 
@@ -61,7 +63,7 @@ class JournalBuffer:
         """Add a processed training group; its outcome is final if no rollout remains."""
         outcome = Outcome(scored.group.draw_id, rollouts=scored.arrived, tokens=scored.sampled_tokens)
         entry = _Entry(scored.group.task.env, outcome, scored.state)
-        reason = scored.reason or most_common(reason for _, reason in scored.dropped)
+        reason = scored.reason or most_common_reason(reason for _, reason in scored.dropped)
         self._step.filter_hits.update(scored.filter_hits)
         self._drop_rollouts(entry, scored.dropped)
         entry.dropped += [(rollout, NOT_TRAINABLE) for rollout in scored.untrainable]
@@ -92,9 +94,9 @@ class JournalBuffer:
         kept = {rollout.draw_id for rollout in batch.kept}
         for group in batch.groups:
             draw = group.group.draw_id
-            lost = dropped.get(draw, [])
-            self._drop_rollouts(self._entry_of[draw], lost)
-            self._finalize(draw, "" if draw in kept else most_common(reason for _, reason in lost))
+            dropped_here = dropped.get(draw, [])
+            self._drop_rollouts(self._entry_of[draw], dropped_here)
+            self._finalize(draw, "" if draw in kept else most_common_reason(reason for _, reason in dropped_here))
 
     def drop_missing(self, draws: Iterable[Draw]) -> None:
         """Drop open draws of an earlier process whose task no longer exists."""
@@ -146,7 +148,7 @@ class JournalBuffer:
 
 
 class _StepCounts(msgspec.Struct):
-    """Counts of one step."""
+    """Tokens, errors, drops and filter matches of one step; `began` is on the pipeline's clock."""
 
     began: float
     tokens: int = 0
@@ -166,7 +168,7 @@ class _StepCounts(msgspec.Struct):
         }
 
 
-def most_common(reasons: Iterable[str]) -> str:
-    """Return the most frequent reason. Ties are broken by name, so a replay gives the same result."""
+def most_common_reason(reasons: Iterable[str]) -> str:
+    """Return the most frequent reason; the last by name of several, so that a replay gives the same result."""
     counts = Counter(reasons)
     return max(counts, key=lambda reason: (counts[reason], reason)) if counts else NOT_TRAINABLE

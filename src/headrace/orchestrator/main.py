@@ -24,16 +24,16 @@ from headrace.orchestrator.commits import Commits
 from headrace.orchestrator.crediting import PastPolicy, PolicyReference, open_sources, set_up_algorithms
 from headrace.orchestrator.event_loop import watch_loop
 from headrace.orchestrator.orchestrator import Orchestrator
-from headrace.orchestrator.shutdown import EnvironmentShutdown, run_loop
+from headrace.orchestrator.shutdown import EnvironmentLifecycle, run_loop
 from headrace.orchestrator.signals import Kind
 from headrace.orchestrator.watcher import WeightWatcher
 from headrace.orchestrator.wiring import (
     Environments,
     Policy,
+    build_orchestrator,
     notify_changed_tasks,
     settings_digest,
     startup_lines,
-    wire,
 )
 from headrace.text.hub import model_directory
 from headrace.text.renderer import make_renderer
@@ -108,8 +108,8 @@ async def _start(
         config.client.base_url or run.endpoints,
         timeout=timeout,
         retry_for=retry_for,
-        api_key=_key(config.client.api_key_var),
-        admin_key=_key(config.client.admin_key_var),
+        api_key=_read_key(config.client.api_key_var),
+        admin_key=_read_key(config.client.admin_key_var),
         keys_file=config.client.keys_file,
     )
     client = connect()
@@ -135,24 +135,25 @@ async def _start(
     if past is not None:
         ready = past_client.wait_ready(config.client.start_timeout)
         past.check_engines(await wait_for(ready, "an answer", "the server of the past policy", status))
-    watcher = WeightWatcher(run.weights, client, status, deadline=config.client.update_timeout)
+    watcher = WeightWatcher(run.weights, client, status, deadline_s=config.client.update_timeout)
     await watcher.synchronize()
     policy = Policy(client, engines, watcher, tokenizer, renderer, shares_device, past)
-    return wire(config, run, status, journal, environments, policy, algorithms, sources)
+    return build_orchestrator(config, run, status, journal, environments, policy, algorithms, sources)
 
 
-def _key(variable: str) -> str | None:
+def _read_key(variable: str) -> str | None:
     """Return the API key in an environment variable, if it is set."""
     key = os.environ.get(variable) or None
     if key is not None and find_invalid_header({"Authorization": key}) is not None:
-        raise BadInput("not a key: it has a space at an end, a line break or a character beyond ASCII", key=variable)
+        fact = "not a key: it begins or ends with a space, or has a line break or a character beyond ASCII"
+        raise BadInput(fact, key=variable)
     return key
 
 
 async def _load_environments(config: OrchestratorConfig, status: Status, stack: AsyncExitStack) -> Environments:
     """Load and start the environments, those with `workers` in worker processes; the stack closes them."""
     loaded: Environments = {}
-    shutdown = EnvironmentShutdown(status)
+    shutdown = EnvironmentLifecycle(status)
     stack.push_async_callback(shutdown.close)
     slots: list[tuple[Kind, Sequence[EnvConfig]]] = [(Kind.TRAIN, config.train.env), (Kind.EVAL, config.eval.env)]
     for kind, entries in slots:
@@ -168,11 +169,11 @@ async def _load_environments(config: OrchestratorConfig, status: Status, stack: 
 
 
 def _reconcile(run: RunDir, journal: Journal, status: Status) -> None:
-    """Make journal, batches and checkpoints consistent: rewind the journal to the first missing batch."""
+    """Make journal, batches and checkpoints consistent: rewind the journal to before the first missing batch."""
     last, covered = journal.last_step(), run.latest_checkpoint_step()
     if last < (newest := run.newest_step()):
         journal.close()
-        delete_journal(journal.path)  # the copy; what it was copied from is to be restored
+        delete_journal(journal.path)  # a copy of the newest journal, which the user is asked to restore
         raise lost_commits(run, last, newest)
     run.batches.recover(last)
     missing = [step for step in range(covered + 1, last + 1) if not run.batches.exists(step)]

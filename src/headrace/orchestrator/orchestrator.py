@@ -22,7 +22,7 @@ from headrace.orchestrator import signals
 from headrace.orchestrator.batch_metrics import failure_notice, step_histograms, step_metrics
 from headrace.orchestrator.commits import Commits
 from headrace.orchestrator.dispatcher import Dispatcher, EpisodeRunner
-from headrace.orchestrator.drift import Drift, DriftReport, truncation
+from headrace.orchestrator.drift import Drift, DriftReport, truncation_metrics
 from headrace.orchestrator.event_loop import measure_lag
 from headrace.orchestrator.pipeline import Pipeline
 from headrace.orchestrator.processing import EvalProcessing, TrainProcessing
@@ -107,7 +107,7 @@ class Orchestrator:
                 event = await self._next_event()
                 self._perform(self.pipeline.handle(event, time.monotonic()))
             if not self.pipeline.stopped:
-                await self.drift.settle(CANCEL_GRACE_S)
+                await self.drift.wait_for_requests(CANCEL_GRACE_S)
             else:
                 log.info("stopping: %d steps shipped; a resumed run continues from here", self.pipeline.step - 1)
             return not self.pipeline.stopped
@@ -183,7 +183,7 @@ class Orchestrator:
         started = time.monotonic()
         content = batch_of(step, ship.incarnation, batch.kept)
         prepared = self.commits.prepare(content, batch.kept, ship.entries.dropped)
-        truncations = truncation(entry.sample for entry in content.samples)
+        truncations = truncation_metrics(entry.sample for entry in content.samples)
         values = {**step_metrics(step, batch), **truncations, **ship.metrics}
         values["time/write_batch"] = time.monotonic() - started
         self.metrics.log(step, {**values, **step_histograms(batch)})

@@ -56,7 +56,7 @@ class PipelineSettings(msgspec.Struct):
 class Pipeline:
     """The state machine. `step` is the batch being collected; `version` is what the engines sample from.
 
-    `start` is unique among the processes of the run, so reopened draws get new group ids. With a `concurrency` the
+    `epoch` is the number of this process in the run, so reopened draws get new group ids. With a `concurrency` the
     limit on episodes in flight follows the engines' reports. `past` are the results of earlier processes of the run.
     """
 
@@ -69,7 +69,7 @@ class Pipeline:
         version: Version,
         step: int,
         now: float,
-        start: int = 1,
+        epoch: int = 1,
         concurrency: Concurrency | None = None,
         past: Iterable[DrawResult] = (),
     ) -> None:
@@ -82,7 +82,7 @@ class Pipeline:
         self.wake_at: float | None = None
         """When a `Tick` is due if nothing else happens."""
         self._concurrency, self._source, self._eval_source = concurrency, source, eval_source
-        self._start, self._now, self._next_task_at = start, now, now
+        self._epoch, self._now, self._next_task_at = epoch, now, now
         self._actions: list[signals.Action] = []
         self._current: TrainBatch | None = None
         """The batch for `step`, from the time it is taken until it ships or turns out to be empty."""
@@ -91,7 +91,7 @@ class Pipeline:
         self._shipping = False
         self._groups_in_processing = 0
         self._episodes_in_processing = 0
-        """Episodes of training groups in processing."""
+        """Episodes of those groups that are for training."""
         largest = max(settings.group_sizes.values(), default=1)
         self._capacity = EpisodeCapacity(in_waves=in_waves, batch_size=settings.batch_size, group_size=largest)
         self._published = version
@@ -141,7 +141,7 @@ class Pipeline:
             case signals.BatchDone(batch=TrainBatch() as batch):
                 self._on_batch(batch)
             case signals.BatchDone(batch=EvalBatch() as batch):
-                self.evals.close()
+                self.evals.record_reported()
                 self._evals_reported += 1
                 self._actions.append(signals.ReportEval(batch))
             case signals.Shipped():
@@ -174,7 +174,7 @@ class Pipeline:
             and self._final_eval_queued
             and not self.scheduler.groups
             and self._groups_in_processing == 0
-            and self.evals.open_epochs == 0
+            and self.evals.open_evals == 0
         )
 
     @property
@@ -202,7 +202,7 @@ class Pipeline:
         """Return what the orchestrator is doing, for the status file."""
         if self.step <= self.settings.max_steps:
             return f"collecting batch {self.step}"
-        if self.evals.open_epochs:
+        if self.evals.open_evals:
             return f"evaluating version {self.version.step}"
         return "every batch is shipped" if self.trains else "between evaluations"
 
@@ -211,7 +211,7 @@ class Pipeline:
         """Return the progress of `activity` as unit, count and total; None where nothing is counted."""
         if self.step <= self.settings.max_steps:
             return self.train_buffer.progress
-        return ("tasks", *self.evals.tasks) if self.evals.open_epochs else None
+        return ("tasks", *self.evals.tasks) if self.evals.open_evals else None
 
     @property
     def problem(self) -> str:
@@ -251,7 +251,7 @@ class Pipeline:
         """Do everything that an event has made possible, and return the collected actions."""
         if not self.stopped:
             # One update at a time, and none while an evaluation is pinned to the current version.
-            if self._published > self.version and not self._loading and not self.evals.pinned:
+            if self._published > self.version and not self._loading and not self.evals.pinned_evals:
                 self._loading = True
                 self._actions.append(signals.Load(self._published))
             self._ship_if_allowed()
@@ -267,7 +267,7 @@ class Pipeline:
 
     def _start_episodes(self) -> None:
         while True:
-            wanted = self._wanted()
+            wanted = self._wanted_episodes()
             self._rate_limited = self._next_task_at > self._now
             episode = self.scheduler.next_episode(wanted, may_begin=not self._rate_limited)
             if episode is None:
@@ -276,7 +276,7 @@ class Pipeline:
             if episode.index == 0 and self.settings.tasks_per_minute is not None:
                 self._next_task_at = max(self._next_task_at, self._now) + 60 / self.settings.tasks_per_minute
 
-    def _wanted(self) -> int:
+    def _wanted_episodes(self) -> int:
         """Return how many training episodes should be open: enough for every batch that can ship at this version.
 
         Above level 0, arrived episodes of incomplete groups do not count: slots would idle until the last straggler
@@ -306,12 +306,12 @@ class Pipeline:
         size = self.settings.group_sizes[task.env]
         self._capacity.wave -= size
         together = task.env in self.settings.scored_together
-        return Group(f"{draw.id}-{self._start}", task, size, self.version.step, draw.id, together=together)
+        return Group(f"{draw.id}-{self._epoch}", task, size, self.version.step, draw.id, together=together)
 
     # -- results --------------------------------------------------------------------------------------------------
 
     def _on_complete(self, complete: CompleteGroup) -> None:
-        """Have a complete group processed; record it if it was cancelled."""
+        """Start the processing of a complete group; only record one that was cancelled."""
         if complete.cancelled:
             self._record_group(ScoredGroup.of(complete.kind, complete.group, complete.rollouts, complete.cancelled))
             return
@@ -349,6 +349,7 @@ class Pipeline:
             self._source.learn()
 
     def _add_result(self, result: DrawResult) -> None:
+        """Pass the result of a draw to the source, and to the estimates of episodes and lengths per rollout."""
         self._source.add_result(result)
         if result.rewards and result.env in self.settings.group_sizes:
             self._capacity.record_credit(len(result.rewards), self.settings.group_sizes[result.env])
@@ -358,7 +359,7 @@ class Pipeline:
     def _queue_due_evals(self) -> None:
         version, source = self.version, self._eval_source
         self._final_eval_queued = version.step >= self.settings.max_steps
-        source.follow(version)
+        source.discard_newer(version)
         for env in source.due(version, final=self._final_eval_queued):
             groups = source.open(env, version)
             self.evals.open(env, version, groups, self._now)
@@ -382,7 +383,7 @@ class Pipeline:
             self._actions.append(signals.ProcessBatch(self._current))
 
     def _on_batch(self, batch: TrainBatch) -> None:
-        """Let a processed batch ship; forget one in which no rollout was kept."""
+        """Mark the current batch as processed, or discard it if no rollout was kept."""
         if batch.kept:
             self._processed = True
         else:
@@ -391,7 +392,7 @@ class Pipeline:
         self._empty_batches.record_batch(batch, self.step)
 
     def _ship_if_allowed(self) -> None:
-        """Ship the processed batch; if the trainer went back to an older checkpoint, only after it has caught up."""
+        """Ship the processed batch; after a rewind of the trainer, only once the trainer has caught up."""
         batch = self._current
         if batch is None or not self._processed or self._shipping or not self._may_ship():
             return
@@ -409,9 +410,10 @@ class Pipeline:
                 lambda group: self._is_too_old(group, group.opened_version),
                 lambda scored: self._is_too_old(scored.group, scored.oldest_version),
             )
-        self._actions.append(self._ship(step, batch))
+        self._actions.append(self._make_ship(step, batch))
 
-    def _ship(self, step: int, batch: TrainBatch) -> signals.Ship:
+    def _make_ship(self, step: int, batch: TrainBatch) -> signals.Ship:
+        """Return the action that ships a batch, with the journal entries and metrics since the last one."""
         waits = {f"time/{name}": self._waits[name] for name in ("wait_for_rollouts", "wait_for_weights")}
         self._waits.clear()
         self._commit_at = None
@@ -440,7 +442,7 @@ class Pipeline:
     def _drop_training(
         self, reason: str, drop_open: Callable[[Group], bool], drop_scored: Callable[[ScoredGroup], bool]
     ) -> list[ScoredGroup]:
-        """Cancel the open groups that match, whose episodes arrive with this reason; drop and return buffered ones."""
+        """Cancel the open groups that match; drop the buffered groups that match, and return these."""
         inflight, finished = self.scheduler.cancel(drop_open, reason)
         self._actions += [signals.CancelEpisode(episode, reason) for episode in inflight]
         for complete in finished:
@@ -462,7 +464,7 @@ class Pipeline:
             self._actions.append(signals.Commit(self.buffer.take_entries(self._now)))
 
     def _bottleneck(self) -> str:
-        """Return the name of the wait metric that time is charged to right now; empty if to none."""
+        """Return the metric that counts the current wait: `wait_for_rollouts`, `wait_for_weights` or none ("")."""
         if self.step > self.settings.max_steps or self._shipping:
             return ""
         if not self._may_ship():

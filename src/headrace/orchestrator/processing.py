@@ -28,7 +28,7 @@ from headrace.errors import Failure
 from headrace.imports import name_of
 from headrace.inference.client.reference import ReferenceFailed
 from headrace.observe import tracing
-from headrace.orchestrator.batch_metrics import epoch_metrics
+from headrace.orchestrator.batch_metrics import eval_metrics
 from headrace.orchestrator.crediting import PastPolicy
 from headrace.orchestrator.gate import GATED, Gate
 from headrace.orchestrator.signals import EvalBatch, Kind, ScoredGroup, TrainBatch
@@ -57,11 +57,11 @@ class Filter(msgspec.Struct):
 
 
 class GroupScorer:
-    """Sets the rewards of environments that score groups. A failed member, or an invalid reward, fails its whole group.
+    """Sets the rewards of environments that score groups. A failed rollout or an invalid reward fails its whole group.
 
-    A member that the environment marks as failed while scoring does not: the environment has scored the others knowing
-    that, as the rewards of the hackable layer do. `timeouts` are those of episodes by environment, also used for
-    scoring. `text_only`: rollouts have no tokens.
+    A rollout that the environment itself marks as failed while it scores fails alone: the rewards of the others take
+    that into account, as in the hackable layer. `timeouts` are those of episodes by environment, also used for scoring.
+    `text_only`: rollouts have no tokens.
     """
 
     def __init__(
@@ -74,28 +74,30 @@ class GroupScorer:
         self._environments, self._timeouts, self._text_only = environments, timeouts, text_only
         self._logged: set[tuple[str, str]] = set()
 
-    async def apply(self, group: Group, rollouts: Sequence[Rollout]) -> None:
-        """Set the rewards of a group, or the errors of its rollouts; no effect unless its environment scores groups."""
+    async def score(self, group: Group, rollouts: Sequence[Rollout]) -> None:
+        """Set the rewards of a group, or the errors of its rollouts, if its environment scores groups."""
         environment = self._environments[group.task.env]
         if not environment.scores_groups:
             return
         if failed := [rollout.error for rollout in rollouts if rollout.error is not None]:
-            _fail_with(rollouts, failed[0])
+            _fail_others(rollouts, failed[0])
             return
-        error = await self._score(environment, group.task.env, rollouts)
+        error = await self._call_environment(environment, group.task.env, rollouts)
         for rollout in rollouts:  # also after a failure, which may have set some of the rewards
             rollout.error = rollout.error or error
             check_rollout(rollout, scored_later=False, text_only=self._text_only)
         errors = [rollout.error for rollout in rollouts if rollout.error is not None]
-        if unfit := [error for error in errors if error.reason in (INVALID_REWARD, INVALID_ROLLOUT)]:
-            _fail_with(rollouts, unfit[0])
+        if invalid := [error for error in errors if error.reason in (INVALID_REWARD, INVALID_ROLLOUT)]:
+            _fail_others(rollouts, invalid[0])
 
-    async def _score(self, environment: Environment, env: str, rollouts: Sequence[Rollout]) -> RolloutError | None:
-        """Score a group; return the error if that failed. An error of a user's environment fails its group only."""
+    async def _call_environment(
+        self, environment: Environment, env: str, rollouts: Sequence[Rollout]
+    ) -> RolloutError | None:
+        """Call `score_group` of an environment; return its error, if any: user code fails its group, not the run."""
         limit = self._timeouts.get(env)
-        clock = asyncio.timeout(limit)
+        timer = asyncio.timeout(limit)
         try:
-            async with clock:
+            async with timer:
                 await environment.score_group(rollouts)
             return None
         except KeyboardInterrupt:
@@ -104,7 +106,7 @@ class GroupScorer:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0:
                 raise  # this task was cancelled, not code inside it
-            return self._log_failure(env, error, f"took longer than {limit} s" if clock.expired() else "")
+            return self._log_failure(env, error, f"took longer than {limit} s" if timer.expired() else "")
 
     def _log_failure(self, env: str, error: BaseException, timeout: str) -> RolloutError:
         """Log the first error from each place in the code; return the error for the rollouts."""
@@ -121,8 +123,8 @@ class GroupScorer:
         return RolloutError(reason, f"score_group {timeout}" if timeout else f"score_group: {text}")
 
 
-def _fail_with(rollouts: Iterable[Rollout], failed: RolloutError) -> None:
-    """Fail the members that have no error of their own, because of one that failed."""
+def _fail_others(rollouts: Iterable[Rollout], failed: RolloutError) -> None:
+    """Set an error on the rollouts of a group that have none, because another one failed."""
     for rollout in rollouts:
         if rollout.error is None:
             rollout.error = RolloutError(GROUP_FAILED, f"another member of the group failed: {failed.reason}")
@@ -153,7 +155,7 @@ class TrainProcessing:
         self._group_scorer = GroupScorer(environments, timeouts)
         self._locks = {env: asyncio.Lock() for env in algorithms}
         self._last_done: dict[str, asyncio.Event] = {}
-        """By environment, set when the last group that was passed in is credited."""
+        """Event that is set when the last group passed to `process_group` is credited, by environment."""
 
     async def process_rollout(self, rollout: Rollout, task: Task) -> None:
         """Merge the turns of a new rollout into samples and call `score_rollout`."""
@@ -170,13 +172,13 @@ class TrainProcessing:
 
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
         """Process a complete group: drop errors, credit the others among themselves, apply gate and filters."""
-        before, done = self._last_done.get(group.task.env), asyncio.Event()
+        previous_done, done = self._last_done.get(group.task.env), asyncio.Event()
         if self._in_order:
             self._last_done[group.task.env] = done
         try:
-            await self._group_scorer.apply(group, rollouts)
-            if before is not None:
-                await before.wait()
+            await self._group_scorer.score(group, rollouts)
+            if previous_done is not None:
+                await previous_done.wait()
             return await self._process_survivors(ScoredGroup.of(Kind.TRAIN, group, rollouts))
         finally:
             done.set()
@@ -195,7 +197,9 @@ class TrainProcessing:
                 scored.filter_hits[f"curriculum/{task.env}/gated"] = 1
                 scored.dropped += [(rollout, GATED) for rollout in scored.rollouts]
                 scored.rollouts = []
-            scored.rollouts, dropped = _apply(self._pre_filters, scored.rollouts, "pre_filters", scored.filter_hits)
+            scored.rollouts, dropped = _apply_filters(
+                self._pre_filters, scored.rollouts, "pre_filters", scored.filter_hits
+            )
             scored.dropped += dropped
         except Exception as error:
             raise AlgorithmFailed(
@@ -227,7 +231,7 @@ class TrainProcessing:
             self._past.use_batch(batch.step)
         try:
             for group in batch.groups:
-                kept, dropped = _apply(self._post_filters, group.rollouts, "filters", batch.filter_hits)
+                kept, dropped = _apply_filters(self._post_filters, group.rollouts, "filters", batch.filter_hits)
                 batch.dropped += dropped
                 survivors += [Survivor(rollout, group.group.task) for rollout in kept]
                 await asyncio.sleep(0)  # a large batch must not block the event loop
@@ -240,7 +244,7 @@ class TrainProcessing:
                 f"{type(error).__name__}: {error}"
             ) from error
         for survivor in survivors:
-            self._settle(survivor, batch)
+            self._keep_or_drop(survivor, batch)
             await asyncio.sleep(0)
         for env, algorithm in self._algorithms.items():
             if batch.kept:  # else it does not ship, and the counts go into the next batch
@@ -253,7 +257,7 @@ class TrainProcessing:
                 )  # fmt: skip
         batch.seconds = time.monotonic() - started
 
-    def _settle(self, survivor: Survivor, batch: TrainBatch) -> None:
+    def _keep_or_drop(self, survivor: Survivor, batch: TrainBatch) -> None:
         """Keep a rollout and route its tokens to the algorithm's loss, unless the algorithm dropped it."""
         if survivor.drop_reason:
             batch.dropped.append((survivor.rollout, survivor.drop_reason))
@@ -273,14 +277,14 @@ class EvalProcessing(GroupScorer):
     """Processing for evaluation: group rewards and metrics; no credit, no filters."""
 
     async def process_group(self, group: Group, rollouts: Sequence[Rollout]) -> ScoredGroup:
-        await self.apply(group, rollouts)
+        await self.score(group, rollouts)
         return ScoredGroup.of(Kind.EVAL, group, rollouts)
 
     async def process_batch(self, batch: EvalBatch) -> None:
-        batch.metrics = epoch_metrics(batch)
+        batch.metrics = eval_metrics(batch)
 
 
-def _apply(
+def _apply_filters(
     filters: Sequence[Filter], rollouts: Iterable[Rollout], slot: str, hits: dict[str, int]
 ) -> tuple[list[Rollout], list[tuple[Rollout, str]]]:
     """Return the rollouts that no enforced filter matches, and the others with the name of the first that does.

@@ -34,9 +34,8 @@ INLINE_TOKENS = 4096
 """Replies up to this length are parsed on the event loop, longer ones in a thread."""
 TEACHER = "teacher"
 """Error reason of episodes that fail because of their teacher."""
-COMPLETE = ("stop", "tool_calls")
-"""Values of `finish_reason` of complete replies."""
-TRUNCATED = "length"
+FINISH_REASONS = ("stop", "tool_calls", "length")
+"""Values of `finish_reason` of replies that are trained on; after `length` a reply is truncated."""
 
 
 class Sampler:
@@ -83,7 +82,7 @@ class Sampler:
     async def reply(self, request: TurnRequest) -> Reply:
         """Sample a reply from an engine."""
         limit, seed = request.limit_tokens(self._params.max_tokens), request.seed(self._seed)
-        structured = self._mask(request)
+        structured = self._allowed_structured_outputs(request)
         completion = await self._client.generate(
             request.prompt.ids,
             msgspec.structs.replace(self._params, max_tokens=limit, seed=seed, structured_outputs=structured),
@@ -101,8 +100,8 @@ class Sampler:
         message, tool_calls, raw = parse() if is_short else await asyncio.to_thread(parse)
         return Reply(message, self._turn(request.prompt, completion), tool_calls, raw)
 
-    def _mask(self, request: TurnRequest) -> StructuredOutputs | None:
-        """Return what the reply must match, unless it cannot be followed here."""
+    def _allowed_structured_outputs(self, request: TurnRequest) -> StructuredOutputs | None:
+        """Return the structured outputs of a request; None, with a warning, where the reply cannot follow them."""
         if request.structured_outputs is None or not (self._trains or request.tools):
             return request.structured_outputs
         if not self._has_warned:
@@ -169,6 +168,7 @@ class FrozenSampler:
             raise EpisodeError(TEACHER, str(error)) from error
 
     async def _request(self, request: TurnRequest, messages: list[Message]) -> ChatResponse:
+        """Request the reply from the teacher's server; again without `max_tokens` if that exceeds its context."""
         seed = request.seed(self._seed)
         extra = self._sampling | ({} if seed is None else {"seed": seed}) | structured_keys(request.structured_outputs)
 
@@ -176,29 +176,29 @@ class FrozenSampler:
             return await client.chat(messages, tools=request.tools, max_tokens=limit, extra=extra)
 
         try:
-            return _checked(await self._teacher.call(partial(send, request.limit_tokens(self._max_tokens))))
+            return _check_response(await self._teacher.call(partial(send, request.limit_tokens(self._max_tokens))))
         except OpenAIError as error:
             if not is_context_overflow(error):
                 raise
         # Many servers refuse a max_tokens beyond their context length: without one, that length is the limit.
-        return _checked(await self._teacher.call(partial(send, None)))
+        return _check_response(await self._teacher.call(partial(send, None)))
 
 
-def _checked(answer: ChatResponse) -> ChatResponse:
-    """Return the answer if it can be trained on; raise `EpisodeError` otherwise."""
-    refusal = refusal_text(answer.message)
+def _check_response(response: ChatResponse) -> ChatResponse:
+    """Return a response that can be trained on; raise `EpisodeError` for another one."""
+    refusal = refusal_text(response.message)
     if refusal:
         raise EpisodeError(TEACHER, f"the teacher refused to answer: {refusal:.200}")
-    if answer.finish_reason not in (*COMPLETE, TRUNCATED):
+    if response.finish_reason not in FINISH_REASONS:
         raise EpisodeError(
             TEACHER,
-            f"the teacher's server ended its reply with finish_reason {answer.finish_reason!r}, which is not one of "
-            f"{', '.join((*COMPLETE, TRUNCATED))}: the reply may be incomplete",
+            f"the teacher's server ended its reply with finish_reason {response.finish_reason!r}, which is not one of "
+            f"{', '.join(FINISH_REASONS)}: the reply may be incomplete",
         )
     if (
-        answer.finish_reason != TRUNCATED
-        and not content_text(answer.message.get("content")).strip()
-        and not answer.message.get("tool_calls")
+        response.finish_reason != "length"
+        and not content_text(response.message.get("content")).strip()
+        and not response.message.get("tool_calls")
     ):
         raise EpisodeError(TEACHER, "the teacher ended its reply without a text or a tool call")
-    return answer
+    return response

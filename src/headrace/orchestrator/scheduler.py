@@ -17,6 +17,8 @@ from headrace.rollout.types import Group, Rollout
 
 
 class _OpenGroup(msgspec.Struct, eq=False):
+    """A group whose episodes have not all arrived, with the numbers of started and arrived ones."""
+
     group: Group
     kind: Kind
     dispatched: int = 0
@@ -27,7 +29,7 @@ class _OpenGroup(msgspec.Struct, eq=False):
     """By the index of their episode."""
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return self.arrived == (self.dispatched if self.cancelled else self.group.size)
 
 
@@ -42,7 +44,7 @@ class CompleteGroup(msgspec.Struct):
 
 
 class EpisodeScheduler:
-    """Chooses episodes; `open_group` draws the next training prompt and makes a group of it.
+    """Chooses the episode that starts next; `open_group` draws the next training prompt and returns its group.
 
     Groups are opened while fewer training episodes are open than wanted. With `whole_groups` an arrived episode counts
     as open until its group is complete, so no surplus is started, and training groups are returned in the order in
@@ -64,7 +66,7 @@ class EpisodeScheduler:
         self.open_episodes = 0
         """Training episodes of groups that are neither complete nor cancelled."""
         self._missing = 0
-        """Those of them that have not arrived."""
+        """Those open episodes that have not arrived."""
         self.queued_evals = 0
         """Evaluation episodes that are not started."""
         self.inflight = {Kind.TRAIN: 0, Kind.EVAL: 0}
@@ -104,7 +106,7 @@ class EpisodeScheduler:
         if not (may_begin or open_group.dispatched):
             return None
         if group.together and not open_group.dispatched and self.free_slots < group.size:
-            return None  # its episodes start together
+            return None  # wait until all of its episodes can start together
         episode = Episode(self._next_id, open_group.kind, group, open_group.dispatched)
         self._next_id += 1
         open_group.dispatched += 1
@@ -127,7 +129,7 @@ class EpisodeScheduler:
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self._missing -= 1
         open_group.rollouts[episode.index] = list(rollouts)
-        if not open_group.complete:
+        if not open_group.is_complete:
             return []
         ordered = self._whole_groups and open_group.kind is Kind.TRAIN and not open_group.cancelled
         return self._close_ordered() if ordered else [self._close(open_group)]
@@ -135,7 +137,7 @@ class EpisodeScheduler:
     def _close_ordered(self) -> list[CompleteGroup]:
         """Close the complete groups up to the first open one."""
         closed = []
-        while self._ordered and self._ordered[0].complete:
+        while self._ordered and self._ordered[0].is_complete:
             closed.append(self._close(self._ordered.popleft()))
         return closed
 
@@ -154,7 +156,9 @@ class EpisodeScheduler:
             if self._starting is open_group:
                 self._starting = None
         self._ordered = deque(open_group for open_group in self._ordered if not open_group.cancelled)
-        finished = [self._close(open_group) for open_group in matching if open_group.complete] + self._close_ordered()
+        finished = [
+            self._close(open_group) for open_group in matching if open_group.is_complete
+        ] + self._close_ordered()
         ids = {open_group.group.id for open_group in matching}
         return [episode for episode in self._inflight.values() if episode.group.id in ids], finished
 
@@ -162,6 +166,6 @@ class EpisodeScheduler:
         del self.groups[open_group.group.id]
         if open_group.kind is Kind.TRAIN and not open_group.cancelled:
             self.open_episodes -= open_group.group.size
-        # By index, not by arrival: a repeated run gives the same group.
+        # Sorted by index, not by arrival, so that a repeated run gives the same group.
         rollouts = [rollout for _, several in sorted(open_group.rollouts.items()) for rollout in several]
         return CompleteGroup(open_group.kind, open_group.group, rollouts, open_group.cancelled)

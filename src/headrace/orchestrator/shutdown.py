@@ -1,7 +1,7 @@
 """Start and shutdown of environments. One that hangs in either is named; one that does not close is abandoned.
 
-Environments are user code: they may wait forever or ignore cancellation. Both calls are separate tasks, so the caller
-can stop waiting for them.
+Environments are user code: they may wait forever or ignore cancellation. `start` and `close` of each run as separate
+tasks, so the caller can stop waiting for them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CLOSE_WARNING_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
 
 
-class EnvironmentShutdown:
-    """Starts environments and closes them together. Names are for messages."""
+class EnvironmentLifecycle:
+    """Starts environments one by one and closes them together. Their names appear in messages."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -42,7 +42,7 @@ class EnvironmentShutdown:
         """Close all environments at once, partly started ones included; raise the first of their errors."""
 
         async def close_one(environment: Environment, starting: asyncio.Task[None]) -> None:
-            await asyncio.wait({starting})  # done, or cancelled by `wait_for`
+            await asyncio.wait({starting})  # `wait_for` may have cancelled it
             await environment.close()
 
         closing = {asyncio.create_task(close_one(*started)): name for name, started in self._started.items()}

@@ -1,7 +1,7 @@
 """Training prompts: an endless weighted draw over the environments, reproducible from the seed.
 
 Draw i picks an environment from (seed, i) among those that are not paused; the environment's sampler picks the task
-(without a curriculum: a new permutation for each pass). The state is a fold over the outcomes of earlier draws
+(without a curriculum: a new permutation for each pass). The state depends only on the outcomes of earlier draws
 (`DrawResult`), so a resumed run continues identically. Open draws of an earlier process come first and keep their ids.
 """
 
@@ -22,8 +22,8 @@ from headrace.transport.journal_entries import GROUP_FAILED, Draw, DrawResult
 log = logging.getLogger(__name__)
 
 MAX_FAILED_EPISODES = 16
-FIRST_PAUSE_DRAWS = 16
-MAX_PAUSE_DRAWS = 1024
+"""Failed episodes in a row after which an environment is paused."""
+FIRST_PAUSE_DRAWS, MAX_PAUSE_DRAWS = 16, 1024
 
 
 class TrainTasks(msgspec.Struct):
@@ -36,8 +36,8 @@ class TrainTasks(msgspec.Struct):
     """None: `Shuffled`."""
 
     def make_sampler(self, seed: int) -> CheckedSampler:
-        seed_here = f"{seed}-{self.env}"
-        return CheckedSampler(self.env, self.tasks, self.sampler or Shuffled(self.tasks, seed_here), seed_here)
+        env_seed = f"{seed}-{self.env}"
+        return CheckedSampler(self.env, self.tasks, self.sampler or Shuffled(self.tasks, env_seed), env_seed)
 
 
 def choose_environment(seed: int, draw: int, weights: Mapping[str, float]) -> str:
@@ -46,7 +46,7 @@ def choose_environment(seed: int, draw: int, weights: Mapping[str, float]) -> st
 
 
 class EnvironmentBreaker(msgspec.Struct):
-    """Stops drawing from an environment whose episodes only fail; outcomes may be recorded in any order.
+    """Circuit breaker of an environment whose episodes only fail; outcomes may be recorded in any order.
 
     After `MAX_FAILED_EPISODES` failed episodes in a row the environment is paused: its draws go to the other
     environments. Then one trial draw tests it; while trials fail, the pauses double. Everything is counted in draws, so
@@ -121,6 +121,7 @@ class TrainSource:
         self._next_id = sum((drawn or {}).values())
         self._breakers = {name: EnvironmentBreaker() for name in self._samplers}
         self._pending: list[DrawResult] = []
+        """Results since the last call of `learn`."""
         self._reopened: deque[tuple[Draw, Task]] = deque()
         self.missing: list[Draw] = []
         """Open draws whose environment or task no longer exists: they can only be dropped."""
@@ -177,7 +178,7 @@ class TrainSource:
 
 
 def result_of(scored: ScoredGroup, step: int) -> DrawResult:
-    """Return the outcome of a finished training group for the source."""
+    """Return the outcome of a finished training group, as the source observes it."""
     task = scored.group.task
     rewards = [reward for _, reward in scored.credited]
     result = DrawResult(scored.group.draw_id, task.env, task.key, rewards, step=step, tokens=scored.credited_tokens)

@@ -31,9 +31,8 @@ class TrainBuffer:
         self._batch_size, self._token_batch_size, self._seq_len = batch_size, token_batch_size or 0, seq_len
         self._ready: list[ScoredGroup] = []
         self.rollouts = self.tokens = self._step = 0
-        self._lengths = _Lengths()
-        """Of `_step`, and below of the last step before it that had any."""
-        self._previous_lengths = _Lengths()
+        self._lengths, self._previous_lengths = _Lengths(), _Lengths()
+        """Credited rollouts and tokens of `_step`, and of the last step before it that had any."""
 
     @property
     def is_full(self) -> bool:
@@ -112,13 +111,13 @@ class TrainBuffer:
 
 
 class EpisodeCapacity:
-    """How many training episodes to open, estimated from the rollouts per episode of the credited groups.
+    """Estimates how many training episodes to open, from the rollouts per episode of the credited groups.
 
     `in_waves` (level 0): episodes start in waves, the next one when all episodes of the last are credited, so the speed
-    of single episodes has no influence on the batches. The engines run nearly empty at the end of every wave, so waves
-    allow for the rollouts that gates and filters reject, by the share that they kept in this step and the one before.
-    What is kept in surplus is dropped with the step. The size of a wave is a function of earlier waves, so a resumed
-    run, whose interrupted step begins again, has the same ones.
+    of single episodes has no influence on the batches. The engines run nearly empty at the end of every wave, so a wave
+    is larger by the share of rollouts that gates and filters rejected in this step and the one before. Surplus groups
+    are dropped when the step ships. The size of a wave depends only on earlier waves, so a resumed run, whose
+    interrupted step begins again, has the same waves.
     """
 
     def __init__(self, *, in_waves: bool, batch_size: int | None = None, group_size: int = 1) -> None:
@@ -130,9 +129,9 @@ class EpisodeCapacity:
         self._credited: dict[int, int] = {}
         """Credited rollouts of the current step by draw."""
         self._kept = 0
-        """Those of them that gates and filters kept."""
+        """Credited rollouts of the current step that gates and filters kept."""
         self._last_credited = self._last_kept = 0
-        """Credited and kept rollouts of the step before, without what came after its batch was full."""
+        """Credited and kept rollouts of the previous step, without those after its batch was full."""
 
     def record_credit(self, rollouts: int, episodes: int) -> None:
         """Count the rollouts that the episodes of a group produced: several agents may play in one episode."""
@@ -146,10 +145,10 @@ class EpisodeCapacity:
             self._kept += kept
 
     def begin_step(self, surplus: Collection[int], credited: Mapping[int, int] | None = None) -> None:
-        """Begin a step. `surplus`: draws of the last one that were credited and kept, but not needed for its batch.
+        """Begin a step. `surplus`: draws of the previous step that were kept, but not needed for its batch.
 
-        `credited`: the rollouts that it credited, by draw; None: those recorded here. How many it kept is not in the
-        journal, only that what was drawn before the surplus filled a batch with less than a group to spare.
+        `credited`: credited rollouts of the previous step by draw; None: those recorded here. The journal does not have
+        the number of kept ones, but draws before the surplus filled the batch with less than a group to spare.
         """
         credited, self._credited, self._kept = self._credited if credited is None else credited, {}, 0
         if self._batch_size is not None:

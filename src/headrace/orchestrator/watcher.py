@@ -31,19 +31,22 @@ HEALTH_INTERVAL_S = 2.0
 
 
 class WeightWatcher:
-    """`version` is what the engines sample from. A rewound trainer publishes a higher incarnation."""
+    """Loads published versions into the engines; `version` is what they sample from.
+
+    A rewound trainer publishes a higher incarnation.
+    """
 
     def __init__(
-        self, weights: WeightStore, client: EngineClient, status: Status, *, deadline: float, poll: float = 0.02
+        self, weights: WeightStore, client: EngineClient, status: Status, *, deadline_s: float, poll_s: float = 0.02
     ) -> None:
         self.version = Version(0, 0)
         self._weights, self._client, self._status = weights, client, status
-        self._deadline, self._poll = deadline, poll
+        self._deadline_s, self._poll_s = deadline_s, poll_s
         self._lock = asyncio.Lock()
         self._refused: Version | None = None
         """A version that no engine could load at the start."""
         self._logged = ""
-        """The last message about engines with another version."""
+        """Last message about engines with another version."""
 
     async def synchronize(self) -> None:
         """Load the newest published version into the engines at the start, if they do not serve it."""
@@ -79,7 +82,7 @@ class WeightWatcher:
             elif time.monotonic() - checked > HEALTH_INTERVAL_S:
                 report(await self._update_restarted())
                 checked = time.monotonic()
-            await asyncio.sleep(self._poll)
+            await asyncio.sleep(self._poll_s)
 
     async def load(self, version: Version) -> Version:
         """Load a published version into every engine; return the version that was loaded.
@@ -96,7 +99,7 @@ class WeightWatcher:
                     return version
                 except (EngineFailed, EngineTimeout) as error:
                     may_retry = isinstance(error, EngineTimeout) or is_linked(self._weights.path(version))
-                    if not may_retry or time.monotonic() - began > self._deadline:
+                    if not may_retry or time.monotonic() - began > self._deadline_s:
                         raise
                     if version != failed:
                         log.warning("retrying, also with newer weights: %s", error)
@@ -139,7 +142,7 @@ class WeightWatcher:
             f"acknowledgement of weights {version}",
             "the inference server",
             self._status,
-            deadline=self._deadline,
+            deadline=self._deadline_s,
         )
         if acknowledged != expected:
             raise EngineFailed(

@@ -41,11 +41,12 @@ from headrace.transport.run_dir import RunDir
 Environments = dict[tuple[Kind, str], tuple[EnvConfig, Environment, list[Task]]]
 """By kind and name."""
 
-CONSEQUENCES = {
+CHANGED_TASKS_EFFECT = {
     Kind.TRAIN: CHANGED_DATA,
     Kind.EVAL: "Evaluations from here on cannot be compared with earlier ones. If this is not intended, restore the "
     "old data",
 }
+"""Effect on a run if the tasks of an environment have changed since it last started."""
 
 
 class Policy(msgspec.Struct):
@@ -66,7 +67,7 @@ class Policy(msgspec.Struct):
         return min(health.max_model_len for health in self.engines)
 
 
-def wire(
+def build_orchestrator(
     config: OrchestratorConfig,
     run: RunDir,
     status: Status,
@@ -76,7 +77,7 @@ def wire(
     algorithms: Mapping[str, Algorithm],
     sources: Mapping[str, ServedModel],
 ) -> Orchestrator:
-    """Return the orchestrator of a run, which continues where the journal ends.
+    """Return the orchestrator of a run, with all of its components; it continues where the journal ends.
 
     `sources` are the frozen models that episodes are sampled from, by training environment; all other episodes are
     sampled from the policy.
@@ -86,14 +87,14 @@ def wire(
         kind: {name: environment for (slot, name), (_, environment, _) in environments.items() if slot is kind}
         for kind in Kind
     }
-    processing = _train_processing(config, algorithms, by_kind[Kind.TRAIN], policy)
+    processing = _build_train_processing(config, algorithms, by_kind[Kind.TRAIN], policy)
     eval_processing = EvalProcessing(by_kind[Kind.EVAL], {env.name: env.timeout for env in config.eval.env})
-    settings, concurrency = _settings(config, environments, policy, frozenset(sources))
+    settings, concurrency = _pipeline_settings(config, environments, policy, frozenset(sources))
     train_entries = [train_tasks(config, env, environments[Kind.TRAIN, env.name][2]) for env in config.train.env]
     pipeline = Pipeline(
         settings,
         TrainSource(train_entries, config.seed, journal.drawn_per_env(), journal.open_draws()),
-        _eval_source(config, environments, run),
+        _build_eval_source(config, environments, run),
         JournalBuffer(journal.totals(), journal.clock(), journal.next_credit(), now),
         policy.watcher.version,
         journal.last_step() + 1 if config.train.env else settings.max_steps + 1,
@@ -107,12 +108,12 @@ def wire(
         run.probes,
         completions=config.drift_probes,
         max_model_len=policy.max_model_len,
-        timeout=PROBE_TIMEOUT_SHARED_S if policy.shares_device else PROBE_TIMEOUT_S,
+        timeout_s=PROBE_TIMEOUT_SHARED_S if policy.shares_device else PROBE_TIMEOUT_S,
     )
     runners: dict[tuple[str, str], EpisodeRunner] = {}
     for (kind, name), (entry, environment, _) in environments.items():
         source = sources.get(name) if kind is Kind.TRAIN else None
-        runner = EpisodeRunner(environment, _sampler(config, policy, kind, entry, drift, source), entry.timeout)
+        runner = EpisodeRunner(environment, _build_sampler(config, policy, kind, entry, drift, source), entry.timeout)
         if kind is Kind.TRAIN:
             runner.process = processing.process_rollout
             runner.vocab_size = min(health.vocab_size for health in policy.engines)  # a tokenizer may have fewer tokens
@@ -132,7 +133,7 @@ def wire(
     )
 
 
-def _train_processing(
+def _build_train_processing(
     config: OrchestratorConfig,
     algorithms: Mapping[str, Algorithm],
     environments: Mapping[str, Environment],
@@ -156,12 +157,12 @@ def _train_processing(
     )
 
 
-def _settings(
+def _pipeline_settings(
     config: OrchestratorConfig, environments: Environments, policy: Policy, frozen: frozenset[str]
 ) -> tuple[PipelineSettings, Concurrency | None]:
-    """Return the settings of the pipeline, and what adjusts `max_inflight`, if it is adjusted.
+    """Return the settings of the pipeline, and the controller of `max_inflight`, None if it is constant.
 
-    Episodes that a frozen model samples leave the engines idle, so the engines' reports would be misleading.
+    It is constant if a frozen model samples episodes: these leave the engines idle, so reports would be misleading.
     """
     assert config.max_steps is not None and config.seq_len is not None
     if config.seq_len > policy.max_model_len:
@@ -219,7 +220,7 @@ def settings_digest(config: OrchestratorConfig) -> str:
     return fingerprint([used]).digest
 
 
-def _eval_source(config: OrchestratorConfig, environments: Environments, run: RunDir) -> EvalSource:
+def _build_eval_source(config: OrchestratorConfig, environments: Environments, run: RunDir) -> EvalSource:
     defaults = config.eval
     evals = []
     # By environment, the last version that needs no evaluation, as far as it is recorded.
@@ -243,10 +244,10 @@ def _eval_source(config: OrchestratorConfig, environments: Environments, run: Ru
     return EvalSource(evals, evaluated, again_on_resume=not defaults.skip_eval_on_resume)
 
 
-def _sampler(
+def _build_sampler(
     config: OrchestratorConfig, policy: Policy, kind: Kind, env: EnvConfig, drift: Drift, source: ServedModel | None
 ) -> ContextFactory:
-    """Return what samples the episodes of an environment: `source`, a frozen model, or else the policy."""
+    """Return the sampler of an environment's episodes: from `source`, a frozen model, or else from the policy."""
     assert config.seq_len is not None
     defaults = config.train.sampling if kind is Kind.TRAIN else config.eval.sampling
     options = {
@@ -324,7 +325,7 @@ def _training_line(config: OrchestratorConfig, env: TrainEnvConfig, tasks: int, 
 
 
 def notify_changed_tasks(environments: Environments, journal: Journal, status: Status) -> None:
-    """Notify once for each environment whose tasks differ from the last start: its draws are positions in them.
+    """Notify the user of each environment whose tasks differ from the last start: draws are positions in them.
 
     The run continues, since a data set may have been fixed on purpose. The journal records the current tasks.
     """
@@ -334,5 +335,5 @@ def notify_changed_tasks(environments: Environments, journal: Journal, status: S
         if before is not None and (change := before.describe_change(now)):
             status.notify(
                 f"the tasks of the {kind} environment {name!r} have changed since the run last started: {change}. "
-                f"{CONSEQUENCES[kind]}"
+                f"{CHANGED_TASKS_EFFECT[kind]}"
             )

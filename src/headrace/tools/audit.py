@@ -25,7 +25,7 @@ from headrace.errors import BadInput, Failure
 from headrace.launch.own_code import add_code_folders_of
 from headrace.launch.saved_config import read_rl_run
 from headrace.orchestrator.audit import find_state_violations, find_violations
-from headrace.orchestrator.crediting import frozen_model
+from headrace.orchestrator.crediting import make_frozen_model
 from headrace.orchestrator.source import MAX_FAILED_EPISODES, TrainTasks, choose_environment
 from headrace.orchestrator.wiring import settings_digest, train_tasks
 from headrace.rollout.digest import fingerprint
@@ -253,7 +253,7 @@ async def replay_credit(config: OrchestratorConfig, journal: Journal, files: Rol
     for env in config.train.env:
         algo = config.algo_of(env)
         try:
-            algorithm: Algorithm = algo.make(MakeContext(config.seq_len, frozen_model))
+            algorithm: Algorithm = algo.make(MakeContext(config.seq_len, make_frozen_model))
             if algorithm.replayable:
                 replayable[env.name] = algorithm
             elif algorithm.keeps_state():

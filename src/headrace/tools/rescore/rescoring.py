@@ -28,8 +28,8 @@ from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
 from headrace.errors import BadInput
 from headrace.inference.client.reference import Generated
-from headrace.orchestrator.audit import states_before
-from headrace.orchestrator.crediting import frozen_model
+from headrace.orchestrator.audit import replay_states
+from headrace.orchestrator.crediting import make_frozen_model
 from headrace.rollout.merge import observed_roles
 from headrace.rollout.types import Task
 from headrace.text.hub import model_directory
@@ -182,12 +182,12 @@ async def _open(
     """Make and set up the algorithm of an environment; it is closed with the stack."""
     assert config.seq_len is not None
     algo = config.algo_of(entry)
-    algorithm = make_algorithm(algo, MakeContext(config.seq_len, frozen_model))
+    algorithm = make_algorithm(algo, MakeContext(config.seq_len, make_frozen_model))
     await algorithm.start(cast(Host, _Host(config, entry)))
     stack.push_async_callback(algorithm.stop)
     states: Mapping[int, Any] = {}
     if algorithm.replayable and journal is not None:
-        states = await states_before(journal, entry.name, algorithm)
+        states = await replay_states(journal, entry.name, algorithm)
         algorithm.tally.take()  # the replay does not count
     tasks = None
     if algo.reads_tasks:

@@ -19,7 +19,7 @@ from headrace.algorithms.kl import make_algorithm
 from headrace.config.algorithms import ALGORITHMS
 from headrace.errors import BadInput
 from headrace.inference.client.reference import Reference
-from headrace.orchestrator.audit import states_before
+from headrace.orchestrator.audit import replay_states
 from headrace.rollout.routing import gradient_shares
 from headrace.rollout.types import Rollout, Task
 from headrace.tools.view.rollouts import read_export, read_rollouts, read_saved, step_list, step_scale
@@ -142,7 +142,7 @@ def _load_state(run: ViewedRun, rollout: Rollout, algorithm: Algorithm, config: 
         with closing(Journal(path, read_only=True)) as journal:
             if sum(journal.drawn_per_env().values()) > MAX_REPLAYED_DRAWS:
                 return {}
-            return asyncio.run(states_before(journal, rollout.env, config.make(_CONTEXT)))
+            return asyncio.run(replay_states(journal, rollout.env, config.make(_CONTEXT)))
 
     states = cached(path, f"states of {rollout.env}", replay)
     if rollout.draw_id not in states:
