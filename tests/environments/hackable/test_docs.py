@@ -13,7 +13,7 @@ from headrace.environments.hackable import build_objective, build_reward
 from headrace.environments.hackable.objectives import TokenGrpo
 from headrace.environments.hackable.registry import DATA_PROVIDERS, OBJECTIVES
 from headrace.environments.rewards.base import REWARDS
-from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
+from headrace.environments.rewards.running import FAILED, NOT_A_NUMBER, TIMED_OUT, WRONG_COUNT
 from tests.environments.hackable.completions import scores_of, thought
 
 DOCS = (Path(__file__).parents[3] / "docs" / "how-to/hacking.md").read_text()
@@ -53,7 +53,7 @@ def test_every_plugin_that_ships_is_listed():
 def test_every_kwarg_of_the_objective_and_every_reason_is_explained():
     explained = set(re.findall(r"`(\w+)`", DOCS.partition("## token_grpo")[2]))
     assert set(inspect.signature(TokenGrpo).parameters) <= explained
-    assert {FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT} == set(
+    assert {FAILED, NOT_A_NUMBER, TIMED_OUT, WRONG_COUNT} == set(
         re.findall(r"^\| `(reward_\w+)` \| it", DOCS, re.MULTILINE)
     )
 

@@ -21,7 +21,7 @@ from headrace.environments.hackable import (
     build_objective,
     build_rewards,
 )
-from headrace.environments.rewards.running import FAILED, NO_NUMBER, TIMED_OUT, WRONG_COUNT
+from headrace.environments.rewards.running import FAILED, NOT_A_NUMBER, TIMED_OUT, WRONG_COUNT
 from headrace.environments.time_limit import MAX_STUCK_CALLS
 from headrace.rollout.types import Rollout
 from tests.environments.hackable.completions import thought
@@ -114,9 +114,9 @@ async def times_out_by_itself(prompts, completions, answers, infos) -> list[floa
         (leaves, FAILED),
         (cancels_itself, FAILED),
         (times_out_by_itself, FAILED),
-        (gives("0.5"), NO_NUMBER),
-        (gives(None), NO_NUMBER),
-        (gives(1.0), NO_NUMBER),
+        (gives("0.5"), NOT_A_NUMBER),
+        (gives(None), NOT_A_NUMBER),
+        (gives(1.0), NOT_A_NUMBER),
         (gives([1.0, 2.0]), WRONG_COUNT),
     ],
 )
@@ -134,8 +134,8 @@ async def test_a_value_that_is_not_a_number_costs_its_completion_alone(value: An
     failing = scorer(gives([True, value, np.float32(0.5)]))
     first, second, third = await failing.score(GROUP, TEXTS)
     assert (first, third) == (Scored({"fine": 1.0, "mine": 1.0}, 2.0), Scored({"fine": 3.0, "mine": 0.5}, 3.5))
-    assert second.error is not None and second.error.reason == NO_NUMBER
-    assert failing.counts == {f"mine/{NO_NUMBER}": 1}
+    assert second.error is not None and second.error.reason == NOT_A_NUMBER
+    assert failing.counts == {f"mine/{NOT_A_NUMBER}": 1}
 
 
 async def test_an_asynchronous_reward_that_hangs_marks_its_group():
@@ -199,8 +199,8 @@ async def test_an_objective_that_fails_marks_what_it_was_asked_about():
 
     failing = scorer(gives([1.0, float("nan"), 1.0]), objective=Broken())
     errors = [each.error and each.error.reason for each in await failing.score(GROUP, TEXTS)]
-    assert errors == [FAILED, NO_NUMBER, FAILED]
-    assert failing.counts == {f"mine/{NO_NUMBER}": 1, f"objective/{FAILED}": 2}
+    assert errors == [FAILED, NOT_A_NUMBER, FAILED]
+    assert failing.counts == {f"mine/{NOT_A_NUMBER}": 1, f"objective/{FAILED}": 2}
 
 
 async def test_rewards_run_side_by_side_and_one_at_a_time_each():
@@ -269,4 +269,4 @@ async def test_an_environment_can_score_its_groups_with_it():
     rollouts = [Rollout(messages=[{"role": "assistant", "content": text}]) for text in TEXTS]
     await Scoring().score_group(rollouts)
     assert [rollout.rewards for rollout in rollouts] == [{"objective": 2.0}, {}, {"objective": 4.0}]
-    assert [rollout.error and rollout.error.reason for rollout in rollouts] == [None, NO_NUMBER, None]
+    assert [rollout.error and rollout.error.reason for rollout in rollouts] == [None, NOT_A_NUMBER, None]

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.environments.rewards.mathematics.algebra import same_answer
-from headrace.environments.rewards.mathematics.comparison import Numbers, same
-from headrace.environments.rewards.mathematics.latex import Unreadable, latex_of, tokens_of
-from headrace.environments.rewards.mathematics.shapes import shape_of
+from headrace.environments.rewards.mathematics.comparison import NumberComparer, compare
+from headrace.environments.rewards.mathematics.latex import Unreadable, join_tokens, tokenize
+from headrace.environments.rewards.mathematics.shapes import parse_shape
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ from headrace.environments.rewards.mathematics.shapes import shape_of
     ],
 )
 def test_one_spelling_for_all_ways_to_type_it(text: str, latex: str):
-    assert latex_of(tokens_of(text)) == latex
-    assert latex_of(tokens_of(latex)) == latex
+    assert join_tokens(tokenize(text)) == latex
+    assert join_tokens(tokenize(latex)) == latex
 
 
 def test_the_same_value_in_another_form_is_the_same():
@@ -217,7 +217,7 @@ def test_what_only_looks_like_the_gold_answer_is_not_it():
 )
 def test_what_cannot_be_an_answer_is_not_read(answer: str):
     with pytest.raises(Unreadable):
-        shape_of(answer)
+        parse_shape(answer)
 
 
 PIECES = [
@@ -261,10 +261,10 @@ PIECES = [
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 def test_any_text_is_the_same_as_itself_or_no_answer(text: str):
     try:
-        shape = shape_of(text)
+        shape = parse_shape(text)
     except Unreadable:
         return
-    assert same(shape, shape, Numbers()) is not False
+    assert compare(shape, shape, NumberComparer()) is not False
 
 
 @pytest.mark.parametrize("name", ["exit", "open", "breakpoint", "eval"])

@@ -2,7 +2,7 @@ r"""Where the answer stands: boxes, `####`, "the answer is", and texts of any si
 
 import pytest
 
-from headrace.environments.rewards.answers import boxed_answer, extract_named, final_answer
+from headrace.environments.rewards.answers import boxed_answer, final_answer, find_extract
 from tests.refusals import refused
 
 
@@ -83,12 +83,12 @@ def test_a_final_answer_is_boxed_or_marked_or_announced(text: str, answer: str |
 
 def test_the_last_number_is_an_answer_only_where_that_is_asked_for():
     assert final_answer("First 3, then $1,250.50 in all.", last_number=True) == "$1,250.50"
-    assert extract_named("last_number")("3 and then -4") == "-4"
-    assert extract_named("final")("3 and then -4") is None
+    assert find_extract("last_number")("3 and then -4") == "-4"
+    assert find_extract("final")("3 and then -4") is None
 
 
 def test_the_last_number_is_taken_where_the_announced_answer_is_prose():
-    last_number = extract_named("last_number")
+    last_number = find_extract("last_number")
     assert last_number("the answer is not 5, it is 18") == "18"
     assert last_number("the answer is easy to see") == "easy to see"
     assert last_number("the answer is 3 or 5, 9 + 9 being 18") == "18"
@@ -99,8 +99,8 @@ def test_the_last_number_is_taken_where_the_announced_answer_is_prose():
 
 def test_an_unknown_extraction_lists_those_that_there_are():
     with refused(key="extract", value="box"):
-        extract_named("box")
-    assert extract_named(str.upper)("a") == "A"
+        find_extract("box")
+    assert find_extract(str.upper)("a") == "A"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_unknown_extraction_lists_those_that_there_are():
     ids=lambda text: f"{text[:12]}...",
 )
 def test_ten_megabytes_are_no_trouble(text: str):
-    for extract in (boxed_answer, final_answer, extract_named("all"), extract_named("last_number")):
+    for extract in (boxed_answer, final_answer, find_extract("all"), find_extract("last_number")):
         answer = extract(text)
         assert answer is None or len(answer) < 10_000
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from headrace.environments.base import EpisodeError
 from headrace.environments.rewards import Judge, Rewards, judge
-from headrace.environments.rewards.judge import AnswerCache, JudgeFailed, zero_to_one
+from headrace.environments.rewards.judge import AnswerCache, JudgeFailed, parse_score
 from tests.environments.heartbeat import ticks_during
 from tests.environments.hostile import HOSTILE
 from tests.inference.openai_stand_in import OpenAIStandIn, completion, error
@@ -125,7 +125,7 @@ async def test_a_field_that_a_task_does_not_have_is_named(server: OpenAIStandIn)
     ],
 )
 def test_the_default_score_is_the_last_between_zero_and_one(answer: str, score: float | None):
-    assert zero_to_one(answer) == score
+    assert parse_score(answer) == score
 
 
 async def test_a_score_may_be_read_otherwise(server: OpenAIStandIn):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.environments.rewards.math_rewards import Numeric
-from headrace.environments.rewards.mathematics.latex import latex_of, tokens_of
-from headrace.environments.rewards.mathematics.numbers import number_of
+from headrace.environments.rewards.mathematics.latex import join_tokens, tokenize
+from headrace.environments.rewards.mathematics.numbers import parse_number
 from tests.environments.hostile import hostile
 
 FIXED = settings(deadline=None, max_examples=200, derandomize=True)
@@ -292,7 +292,7 @@ def test_every_fraction_equals_its_mixed_number_and_no_other(top: int, bottom: i
     whole, rest = divmod(abs(top), bottom)
     sign = "-" if top < 0 else ""
     mixed, fraction = rf"{sign}{whole}\frac{{{rest}}}{{{bottom}}}", f"{top}/{bottom}"
-    assert number_of(latex_of(tokens_of(mixed))) == number_of(latex_of(tokens_of(fraction)))
+    assert parse_number(join_tokens(tokenize(mixed))) == parse_number(join_tokens(tokenize(fraction)))
     assert score(mixed, fraction) == 1.0
     assert score(f"{top + 1}/{bottom}", fraction) == 0.0
 
@@ -302,7 +302,7 @@ def test_every_fraction_equals_its_mixed_number_and_no_other(top: int, bottom: i
 def test_commas_and_points_do_not_change_a_value(digits: int, places: int):
     value = Fraction(digits, 10**places)
     written = f"{digits // 10**places:,}.{digits % 10**places:0{places}d}" if places else f"{digits:,}"
-    number = number_of(latex_of(tokens_of(written)))
+    number = parse_number(join_tokens(tokenize(written)))
     assert number is not None and number.value == value
 
 

@@ -80,7 +80,7 @@ async def test_without_algebra_numbers_and_spelling_decide():
 async def test_what_cannot_be_read_as_mathematics_is_right_if_it_is_spelt_alike():
     correctness = Correctness(symbolic=False)
     pairs = [("\\frac{", " \\frac{ . "), ("\\frac{", "\\frac"), ("}{", "}{")]
-    assert [await correctness.same(*pair) for pair in pairs] == [True, False, True]
+    assert [await correctness.is_correct(*pair) for pair in pairs] == [True, False, True]
 
 
 async def test_brevity_is_relative_to_the_mean_of_the_group():

@@ -28,8 +28,8 @@ from headrace.environments.hackable.registry import (
     build_objective,
 )
 from headrace.environments.rewards.base import REWARDS, AnyReward, build_rewards, options_by_reward
-from headrace.environments.rewards.running import RewardFailure, Rewards, Score, failure_of, numbers_of
-from headrace.environments.rewards.strict_rewards import length_in, thinking_lengths, words_in
+from headrace.environments.rewards.running import RewardFailure, Rewards, Score, describe_failure, read_scores
+from headrace.environments.rewards.strict_rewards import count_words, make_length_counter, measure_thinking
 from headrace.environments.single_turn import Row, SingleTurn
 from headrace.environments.strict_format import format_of
 from headrace.rollout.digest import fingerprint
@@ -113,11 +113,11 @@ class Scorer:
             accepted = signature(objective.extra_reward).parameters  # an objective may leave out the traces
             extra = objective.extra_reward(*(arguments if len(accepted) > 2 else arguments[:2]))
         except Exception as error:
-            return [failure_of(OBJECTIVE, "the objective", error)] * len(samples)
-        results = numbers_of(OBJECTIVE, "combine_rewards of the objective", combined, len(samples))
+            return [describe_failure(OBJECTIVE, "the objective", error)] * len(samples)
+        results = read_scores(OBJECTIVE, "combine_rewards of the objective", combined, len(samples))
         if extra is None:
             return results
-        extras = numbers_of(OBJECTIVE, "extra_reward of the objective", extra, len(samples))
+        extras = read_scores(OBJECTIVE, "extra_reward of the objective", extra, len(samples))
         return [
             a if isinstance(a, RewardFailure) else b if isinstance(b, RewardFailure) else a + b
             for a, b in zip(results, extras, strict=True)
@@ -175,7 +175,7 @@ class Hackable(SingleTurn):
         names = self._objective.reward_names()
         kwargs = with_tokenizer(names, options_by_reward(names, reward_kwargs or {}), tokenizer_name)
         self._scorer = Scorer(self._objective, build_rewards(names, kwargs), reward_timeout)
-        self._tokens = length_in(tokenizer_name) if tokenizer_name else None
+        self._tokens = make_length_counter(tokenizer_name) if tokenizer_name else None
         self._groups_per_step = groups_per_step
         self._trained_on = None
         if trained_on is not None:
@@ -243,8 +243,8 @@ class Hackable(SingleTurn):
     def _lengths(self, samples: Sequence[TrainingSample], completions: Sequence[str]) -> list[dict[str, float]]:
         """Return the thinking lengths of each completion as metrics, none for a malformed one."""
         infos = [sample.info for sample in samples]
-        measures = {"thinking_words": words_in, **({"thinking_tokens": self._tokens} if self._tokens else {})}
-        columns = {name: thinking_lengths(completions, infos, measure) for name, measure in measures.items()}
+        measures = {"thinking_words": count_words, **({"thinking_tokens": self._tokens} if self._tokens else {})}
+        columns = {name: measure_thinking(completions, infos, measure) for name, measure in measures.items()}
         return [
             {name: float(length) for name, column in columns.items() if (length := column[index]) is not None}
             for index in range(len(samples))

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 
-from headrace.environments.rewards.mathematics.latex import LONGEST, Unreadable
-from headrace.environments.rewards.mathematics.shapes import has_words, shape_of
+from headrace.environments.rewards.mathematics.latex import MAX_ANSWER_CHARACTERS, Unreadable
+from headrace.environments.rewards.mathematics.shapes import has_words, parse_shape
 from headrace.errors import BadInput
 
 FINAL_ANSWER_MARK = "####"
 MAX_BOXES = 16
 """Boxes that are read, from the last one backwards."""
-END_CHARACTERS = 4 * LONGEST
+END_CHARACTERS = 4 * MAX_ANSWER_CHARACTERS
 """Length of the end of a text in which phrases like "the answer is" are searched."""
 MAX_CONNECTION_CHARACTERS = 60
 """Length of the text between two boxes that form a list."""
@@ -43,7 +43,7 @@ def boxed_answer(text: str) -> str | None:
     """
     contents: list[str] = []
     start = len(text)
-    for begin, end, content in _boxes_from_the_end(text):
+    for begin, end, content in _iterate_boxes_backwards(text):
         if not contents or end > start:  # the last one, or one around it
             contents = [content]
         elif end + MAX_CONNECTION_CHARACTERS < start or not _CONNECTED.fullmatch(text, end, start):
@@ -62,14 +62,14 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
         return answer
     if (mark := text.rfind(FINAL_ANSWER_MARK)) >= 0:
         start = mark + len(FINAL_ANSWER_MARK)
-        return text[start : start + LONGEST].lstrip().partition("\n")[0].strip()
+        return text[start : start + MAX_ANSWER_CHARACTERS].lstrip().partition("\n")[0].strip()
     end = text[-END_CHARACTERS:]
     *_, announcement = [None, *_ANSWER_IS.finditer(end)]
     announced, is_prose = None, True
     if announcement is not None:
         announced = _END_OF_ANSWER.split(end[announcement.end() :].lstrip(), maxsplit=1)[0].rstrip(". ")
         with suppress(Unreadable):
-            is_prose = has_words(shape_of(announced, variables=False))
+            is_prose = has_words(parse_shape(announced, variables=False))
     numbers = _NUMBER.findall(end) if last_number and is_prose else []
     return numbers[-1] if numbers else announced
 
@@ -98,8 +98,8 @@ EXTRACTS: dict[str, Extract] = {
 }
 
 
-def extract_named(extract: str | Extract) -> Extract:
-    """Return the extraction function of this name, or the given function."""
+def find_extract(extract: str | Extract) -> Extract:
+    """Return the extraction function of this name; a function is returned as it is."""
     if callable(extract):
         return extract
     if extract not in EXTRACTS:
@@ -108,7 +108,7 @@ def extract_named(extract: str | Extract) -> Extract:
     return EXTRACTS[extract]
 
 
-def _boxes_from_the_end(text: str) -> Iterator[tuple[int, int, str]]:
+def _iterate_boxes_backwards(text: str) -> Iterator[tuple[int, int, str]]:
     """Yield the begin, the end and the content of each complete box, the last one first."""
     positions = {command: text.rfind(command) for command in _BOXES}
     for _ in range(MAX_BOXES):
@@ -116,7 +116,7 @@ def _boxes_from_the_end(text: str) -> Iterator[tuple[int, int, str]]:
         if begin < 0:
             return
         positions[command] = text.rfind(command, 0, begin)
-        end = _end_of_box(text, begin + len(command))
+        end = _find_box_end(text, begin + len(command))
         if end is None:
             return
         content = text[begin + len(command) : end].strip()
@@ -125,13 +125,14 @@ def _boxes_from_the_end(text: str) -> Iterator[tuple[int, int, str]]:
             yield begin, end, content
 
 
-def _end_of_box(text: str, start: int) -> int | None:
+def _find_box_end(text: str, start: int) -> int | None:
+    """Return the end of the box whose command ends at `start`; None if it is not closed or too long."""
     opening = re.compile(r"\s{0,9}\{").match(text, start)
     if opening is None:
-        bare = _BARE.match(text, start, start + LONGEST)
+        bare = _BARE.match(text, start, start + MAX_ANSWER_CHARACTERS)
         return bare.end() if bare and not text[start : start + 1].isalpha() else None
     depth = 1
-    for match in _BRACE.finditer(text, opening.end(), opening.end() + LONGEST):
+    for match in _BRACE.finditer(text, opening.end(), opening.end() + MAX_ANSWER_CHARACTERS):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if not depth:
             return match.end()

@@ -198,7 +198,7 @@ class _Scaled:
         return self._factor * value if self.form == "completion" else [self._factor * score for score in value]
 
     async def close(self) -> None:
-        await close(self._reward)
+        await close_reward(self._reward)
 
 
 def scaled(reward: AnyReward, factor: float) -> Reward:
@@ -206,10 +206,10 @@ def scaled(reward: AnyReward, factor: float) -> Reward:
     return _Scaled(reward, factor)
 
 
-async def close(reward: AnyReward) -> None:
+async def close_reward(reward: AnyReward) -> None:
     """Call a reward's `close`, if it has one."""
-    if (closing := getattr(reward, "close", None)) is not None:
-        await closing()
+    if (close := getattr(reward, "close", None)) is not None:
+        await close()
 
 
 def gold_of(data: Data, field: str) -> Any:
@@ -226,7 +226,7 @@ def name_of(reward: AnyReward) -> str:
 
 
 def check_installed(reward: str, library: str, extra: str) -> None:
-    """Refuse a reward whose optional library is missing."""
+    """Raise `BadInput` if the optional library of a reward is not installed."""
     if importlib.util.find_spec(library) is None:
         fact, fix = f"the library {library} is not installed", f"Run pip install 'headrace[{extra}]'."
         raise BadInput(fact, key="reward", value=reward, fix=fix)
@@ -237,13 +237,13 @@ Options = Mapping[str, Any]
 Kind = TypeVar("Kind", bound=type)
 
 
-def _call_arguments(reward: Callable[..., Any]) -> int:
-    """Return how many parameters are not options; TRL's form has no options."""
+def _count_call_arguments(reward: Callable[..., Any]) -> int:
+    """Return how many parameters of a reward are not options; TRL's form has no options."""
     form = form_of(reward)
     return len(inspect.signature(reward).parameters) if form == "columns" else 4 if form == "batch" else 2
 
 
-REWARDS = PluginRegistry("reward", "headrace.environments.rewards", _call_arguments)
+REWARDS = PluginRegistry("reward", "headrace.environments.rewards", _count_call_arguments)
 register_reward = REWARDS.decorator
 
 
@@ -321,17 +321,17 @@ def options_by_reward(names: Sequence[str], options: Mapping[str, Options]) -> d
 
 
 class RewardTable(msgspec.Struct, forbid_unknown_fields=True):
-    """A reward as a run file has it, where a name alone does not do."""
+    """A reward in a run file that needs more than its name."""
 
     name: str
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     weight: float = 1.0
 
 
-def build_from(value: Any, key: str) -> AnyReward:
-    """Return a reward given as such, by name, or as a table of `name`, `kwargs` and `weight`; `key` is where it is set.
+def resolve_reward(value: Any, key: str) -> AnyReward:
+    """Return the reward that a value is, names, or describes as a table of `name`, `kwargs` and `weight`.
 
-    A reward by name is called as the last part of its name, where it has none of its own.
+    `key` is where the value is set, for errors. A reward by name that has no name of its own gets the last part of it.
     """
     if isinstance(value, str | Mapping):
         try:

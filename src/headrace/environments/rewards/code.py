@@ -40,8 +40,8 @@ RUNNER_INSIDE = "/code_runner.py"
 LANGUAGES = ("python", "py", "python3", "")
 GRACE_S = 30.0
 """Time for starting and cleaning up, besides the tests' own time."""
-READ_BYTES, MAX_ESCAPED = 1 << 16, 6
-"""Bytes of a test's output that the runner reads at once, and those that JSON needs for one of them."""
+READ_BYTES, MAX_ESCAPED_BYTES = 1 << 16, 6
+"""The runner reads a test's output in blocks of this size; JSON needs up to this many bytes for one of them."""
 OVERHEAD_MB = 64
 """Memory of the interpreter and the runner, besides what a solution may use."""
 
@@ -105,7 +105,7 @@ class CodeExecution(SandboxReward):
     async def __call__(self, text: str, data: Data) -> float:
         entry = None if self._entry is None else data.get(self._entry, self._entry)
         tests = gold_of(data, self._tests_field)
-        tests = [_test(test, entry is not None) for test in ([tests] if isinstance(tests, str) else tests)]
+        tests = [_parse_test(test, entry is not None) for test in ([tests] if isinstance(tests, str) else tests)]
         if not tests:
             raise ValueError(f"the task has no tests under {self._tests_field!r}")
         image = None if self._image_field is None else data.get(self._image_field)
@@ -145,8 +145,8 @@ class CodeExecution(SandboxReward):
         return passed
 
 
-def _test(test: Any, has_entry: bool) -> dict[str, Any]:
-    """Return a test for the runner, and under `expected` what the runner must not see."""
+def _parse_test(test: Any, has_entry: bool) -> dict[str, Any]:
+    """Return a test for the runner. Its `expected` output is removed before the runner gets the test."""
     match test:
         case str():
             return {"kind": "assert", "code": test}
@@ -164,7 +164,7 @@ def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any], folde
     if code is None:
         return [False] * len(tests)
     expected = [test.pop("expected", None) for test in tests]
-    status, answer = _run({"code": code, "tests": tests, **job}, folder)
+    status, answer = _start_runner({"code": code, "tests": tests, **job}, folder)
     try:
         results = msgspec.json.decode(answer, type=list[str | None]) if status == 0 else []
     except ValueError:  # the solution has written there
@@ -172,21 +172,21 @@ def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any], folde
     if len(results) != len(tests):
         return [False] * len(tests)
     return [
-        result is not None and _agrees(test["kind"], result, wanted)
+        result is not None and _is_expected(test["kind"], result, wanted)
         for test, result, wanted in zip(tests, results, expected, strict=True)
     ]
 
 
-def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
+def _start_runner(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
     """Return the exit status and the output of the runner, after ending all its processes and removing its files."""
     adopt_orphans()
     os.makedirs(folder, exist_ok=True)  # a solution may have removed it
     directory = tempfile.mkdtemp(dir=folder)
-    most = len(job["tests"]) * MAX_ESCAPED * (job["max_output"] + READ_BYTES)
+    max_bytes = len(job["tests"]) * MAX_ESCAPED_BYTES * (job["max_output"] + READ_BYTES)
     memory_mb = job["memory_mb"] + 2 * job["disk_mb"] + OVERHEAD_MB
     group = isolation.make_cgroup(memory_mb, job["processes"]) if job["contained"] and not job["image"] else None
     try:
-        command, variables = _command(job, directory)
+        command, variables = _build_command(job, directory)
         runner = subprocess.Popen(
             group.command(command) if group else command,
             stdin=subprocess.PIPE,
@@ -198,7 +198,7 @@ def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
         with runner:
             runner.stdin.write(json.dumps(job).encode() + b"\n")
             runner.stdin.flush()  # and left open: the runner ends, with all that it runs, when this process does
-            answer = runner.stdout.read(most)
+            answer = runner.stdout.read(max_bytes)
             return runner.wait(), answer
     finally:
         end_descendants()
@@ -207,7 +207,7 @@ def _run(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
             group.remove()
 
 
-def _command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapping[str, str]]:
+def _build_command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapping[str, str]]:
     """Return the runner's command line and environment variables, and complete its job."""
     python, files = ["python3", "-I", "-X", "utf8", RUNNER_INSIDE], {RUNNER_INSIDE: RUNNER}
     disk_mb = job["disk_mb"] + 1 + max(4 * len(test.get("input", "")) >> 20 for test in job["tests"])
@@ -222,29 +222,29 @@ def _command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapping[st
     return [*python[:-1], RUNNER], {"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD}
 
 
-def _agrees(kind: str, result: str, wanted: Any) -> bool:
+def _is_expected(kind: str, result: str, wanted: Any) -> bool:
     match kind:
         case "call":
             try:
-                return _same(json.loads(result), wanted)
+                return _is_equal(json.loads(result), wanted)
             except (ValueError, RecursionError):  # not JSON, or too deep to parse
                 return False
         case "program":
-            return _lines(result) == _lines(wanted)
+            return _strip_lines(result) == _strip_lines(wanted)
     return not result
 
 
-def _same(value: Any, wanted: Any) -> bool:
+def _is_equal(value: Any, wanted: Any) -> bool:
     """Compare as Python does, except that True is not 1."""
     match value, wanted:
         case (bool(), _) | (_, bool()):
             return value is wanted
         case list(), list():
-            return len(value) == len(wanted) and all(map(_same, value, wanted))
+            return len(value) == len(wanted) and all(map(_is_equal, value, wanted))
         case dict(), dict():
-            return value.keys() == wanted.keys() and all(_same(value[key], wanted[key]) for key in value)
+            return value.keys() == wanted.keys() and all(_is_equal(value[key], wanted[key]) for key in value)
     return bool(value == wanted)
 
 
-def _lines(text: str) -> list[str]:
+def _strip_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]

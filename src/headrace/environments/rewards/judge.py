@@ -52,7 +52,8 @@ class JudgeFailed(Failure):
     """The judge gave no score; the message has the reason."""
 
 
-def _last_number(pattern: str) -> Callable[[str], float | None]:
+def _compile_score_pattern(pattern: str) -> Callable[[str], float | None]:
+    """Return a function that reads the score from group 1 of the last match in a judge's reply."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -60,14 +61,14 @@ def _last_number(pattern: str) -> Callable[[str], float | None]:
     if not expression.groups:
         raise BadInput("it has no group to read the score from", key="parse", value=pattern)
 
-    def read(answer: str) -> float | None:
+    def read_score(answer: str) -> float | None:
         scores = [match[1] for match in expression.finditer(answer)]
         return float(scores[-1]) if scores else None
 
-    return read
+    return read_score
 
 
-def zero_to_one(answer: str) -> float | None:
+def parse_score(answer: str) -> float | None:
     """Return the score after the last `Score:`: a number from 0 to 1, or a share such as 8/10, 8 out of 10 or 80%.
 
     None if no score follows there: an earlier score is not the judge's final one.
@@ -105,7 +106,7 @@ class Judge:
         system: str | None = None,
         api_key_var: str | None = "OPENAI_API_KEY",
         headers: Mapping[str, str] | None = None,
-        parse: str | Callable[[str], float | None] = zero_to_one,
+        parse: str | Callable[[str], float | None] = parse_score,
         temperature: float | None = 0.0,
         max_tokens: int | None = None,
         timeout: float = 30.0,
@@ -117,12 +118,12 @@ class Judge:
     ) -> None:
         if isinstance(on_failure, str) and on_failure != "error":
             raise BadInput("expected 'error' or a number", key="on_failure", value=on_failure)
-        kinds = {"calls": "requests", "cached": "answers from the cache", "failures": "answers without a score"}
-        self.counts = Counts(self.name, **kinds)
+        counters = {"calls": "requests", "cached": "answers from the cache", "failures": "answers without a score"}
+        self.counts = Counts(self.name, **counters)
         self._client = OpenAIClient(base_url, model, api_key_var, timeout, headers, max_concurrent)
-        self._parts = _parsed_template(prompt)
+        self._parts = _parse_template(prompt)
         self._system = system
-        self._parse = _last_number(parse) if isinstance(parse, str) else parse
+        self._parse = _compile_score_pattern(parse) if isinstance(parse, str) else parse
         self._sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
         self._interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self._next_at = -math.inf
@@ -228,7 +229,7 @@ def backoff_s(attempt: int, retry_after_s: float | None) -> float:
     return max(own, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
 
 
-def _parsed_template(prompt: str) -> list[tuple[str, str | None]]:
+def _parse_template(prompt: str) -> list[tuple[str, str | None]]:
     """Return the literal texts of the template, each with the field that follows it."""
     fix = "Write {text} for the answer, {name} for a field of the task, and {{ or }} for a brace."
     refuse = partial(BadInput, key="prompt", value=prompt, fix=fix)
@@ -253,31 +254,31 @@ class AnswerCache:
     def __init__(self, path: Path | None = None, in_memory: int = 10_000) -> None:
         self._path = path
         self._in_memory = in_memory
-        self._latest: OrderedDict[str, str] = OrderedDict()
-        self._opened: sqlite3.Connection | None = None
+        self._entries: OrderedDict[str, str] = OrderedDict()
+        self._connection: sqlite3.Connection | None = None
         self._reported = False
-        self._file()  # refuse an unusable file now
+        self._connect()  # refuse an unusable file now
 
     def get(self, key: str) -> str | None:
-        if key not in self._latest:
+        if key not in self._entries:
             rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
             if rows:
                 self._keep(key, rows[0][0])
-        if key in self._latest:
-            self._latest.move_to_end(key)
-        return self._latest.get(key)
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
 
     def put(self, key: str, answer: str) -> None:
         self._keep(key, answer)
         self._execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, answer)
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _execute(self, statement: str, *values: str) -> list[tuple[str, ...]]:
-        file = self._file()
+        file = self._connect()
         if file is None:
             return []
         try:
@@ -289,17 +290,17 @@ class AnswerCache:
             return []
 
     def _keep(self, key: str, answer: str) -> None:
-        self._latest[key] = answer
-        if len(self._latest) > self._in_memory:
-            self._latest.popitem(last=False)
+        self._entries[key] = answer
+        if len(self._entries) > self._in_memory:
+            self._entries.popitem(last=False)
 
-    def _file(self) -> sqlite3.Connection | None:
-        if self._opened is None and self._path is not None:
-            self._opened = _open(self._path)
-        return self._opened
+    def _connect(self) -> sqlite3.Connection | None:
+        if self._connection is None and self._path is not None:
+            self._connection = _open_cache(self._path)
+        return self._connection
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open_cache(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)

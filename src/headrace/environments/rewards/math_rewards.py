@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.environments.rewards.answers import FINAL_ANSWER_MARK, Extract, boxed_answer, extract_named
+from headrace.environments.rewards.answers import FINAL_ANSWER_MARK, Extract, boxed_answer, find_extract
 from headrace.environments.rewards.base import (
     Counts,
     Data,
@@ -18,9 +18,9 @@ from headrace.environments.rewards.base import (
     register_reward,
     register_with_part,
 )
-from headrace.environments.rewards.mathematics.comparison import Numbers, is_number, same
+from headrace.environments.rewards.mathematics.comparison import NumberComparer, compare, is_number
 from headrace.environments.rewards.mathematics.latex import Unreadable
-from headrace.environments.rewards.mathematics.shapes import Shape, has_variables, shape_of
+from headrace.environments.rewards.mathematics.shapes import Shape, has_variables, parse_shape
 
 ALGEBRA = "headrace.environments.rewards.mathematics.algebra:same_answer"
 RELATIVE_TOLERANCE = 1e-6
@@ -43,15 +43,15 @@ class Numeric:
 
     def __init__(self, field: str = "answer", tolerance: float | None = None, extract: str | Extract = "final") -> None:
         self._field = field
-        self._judge = Numbers(tolerance)
-        self._extract = extract_named(extract)
+        self._comparer = NumberComparer(tolerance)
+        self._extract = find_extract(extract)
 
     def __call__(self, text: str, data: Data) -> float:
-        gold = _shape_of_gold(data, self._field)
+        gold = _parse_gold(data, self._field)
         if not is_number(gold):
             raise ValueError(f"the task's {self._field!r} is not a number: {data[self._field]!r:.100}")
-        answer = _shape_of_answer(self._extract(text), variables=False)
-        return float(answer is not None and same(gold, answer, self._judge) is True)
+        answer = _parse_answer(self._extract(text), variables=False)
+        return float(answer is not None and compare(gold, answer, self._comparer) is True)
 
 
 @register_with_part("math_verify_reward")
@@ -71,16 +71,16 @@ class Symbolic(SandboxReward):
         too_long, failed = "answers that took too long to compare", "answers whose comparison failed"
         super().__init__(timeout, processes, Counts(self.name, timeouts=too_long, failures=failed))
         self._field = field
-        self._extract = extract_named(extract)
+        self._extract = find_extract(extract)
         self._works = False
 
     async def __call__(self, text: str, data: Data) -> float:
-        gold = _shape_of_gold(data, self._field)
+        gold = _parse_gold(data, self._field)
         extracted = self._extract(text)
-        answer = _shape_of_answer(extracted, has_variables(str(data[self._field])))
+        answer = _parse_answer(extracted, has_variables(str(data[self._field])))
         if answer is None:
             return 0.0
-        verdict = same(gold, answer, Numbers())
+        verdict = compare(gold, answer, NumberComparer())
         if verdict is None:
             if not self._works:  # else a broken installation would look like wrong answers
                 await self._sandbox.call(ALGEBRA, "x+x", "2x", timeout=60.0)
@@ -101,19 +101,22 @@ class Correctness:
     bounded = True
 
     def __init__(self, timeout: float = 5.0, processes: int = 2, symbolic: bool = True) -> None:
-        extract = str  # the answer has been extracted
-        self._algebra = Symbolic(timeout=timeout, processes=processes, extract=extract) if symbolic else None
+        # `str` extracts nothing: the answer has been extracted.
+        self._algebra = Symbolic(timeout=timeout, processes=processes, extract=str) if symbolic else None
         self.counts = {} if self._algebra is None else self._algebra.counts
 
     async def __call__(self, text: str, data: Data) -> float:
         answer = boxed_answer(text)
-        return float(answer is not None and await self.same(reference_answer(str(gold_of(data, "answer"))), answer))
+        if answer is None:
+            return 0.0
+        return float(await self.is_correct(reference_answer(str(gold_of(data, "answer"))), answer))
 
-    async def same(self, gold: str, answer: str) -> bool:
-        if _normalized(gold) == _normalized(answer):
+    async def is_correct(self, gold: str, answer: str) -> bool:
+        if _normalize(gold) == _normalize(answer):
             return True
         try:
-            verdict = same(shape_of(gold), shape_of(answer, has_variables(gold)), Numbers(RELATIVE_TOLERANCE))
+            shapes = parse_shape(gold), parse_shape(answer, has_variables(gold))
+            verdict = compare(*shapes, NumberComparer(RELATIVE_TOLERANCE))
         except Unreadable:  # not mathematics, and not spelled alike either
             return False
         if verdict is None and self._algebra is not None:
@@ -134,24 +137,24 @@ def reference_answer(reference: str) -> str:
     return answer
 
 
-def _normalized(text: str) -> str:
+def _normalize(text: str) -> str:
     return _INSIGNIFICANT.sub("", _SPACE.sub(" ", text).strip())
 
 
-def _shape_of_gold(data: Data, field: str) -> Shape:
+def _parse_gold(data: Data, field: str) -> Shape:
     """Return the parsed gold answer. Raises `ValueError` for one that nothing can be compared with."""
     gold = gold_of(data, field)
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         raise ValueError(f"the task's {field!r} is neither a text nor a number: {gold!r:.100}")
     try:
-        return shape_of(str(gold))
+        return parse_shape(str(gold))
     except Unreadable as error:
         raise ValueError(f"the task's {field!r} cannot be read as an answer ({error}): {gold!r:.100}") from error
 
 
-def _shape_of_answer(answer: str | None, variables: bool) -> Shape | None:
+def _parse_answer(answer: str | None, variables: bool) -> Shape | None:
     """Return the parsed answer, or None if it cannot be parsed. Without `variables` letters are units and words."""
     try:
-        return None if answer is None else shape_of(answer, variables)
+        return None if answer is None else parse_shape(answer, variables)
     except Unreadable:
         return None

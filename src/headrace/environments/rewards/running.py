@@ -18,10 +18,11 @@ from headrace.environments.rewards.base import (
     AnyReward,
     Data,
     batch_arguments,
-    close,
+    close_reward,
     form_of,
     keyword_columns,
     name_of,
+    resolve_reward,
 )
 from headrace.environments.sandbox import CallFailed, CallTimeout
 from headrace.environments.time_limit import Limited, OutOfTime
@@ -29,7 +30,7 @@ from headrace.observe import tracing
 
 FAILED = "reward_failed"
 TIMED_OUT = "reward_timeout"
-NO_NUMBER = "reward_no_number"
+NOT_A_NUMBER = "reward_no_number"
 WRONG_COUNT = "reward_wrong_count"
 
 
@@ -68,7 +69,7 @@ class Rewards:
         in_threads: bool = False,
         argument: str = "rewards",
     ) -> None:
-        self.rewards = _named(rewards, argument)
+        self.rewards = _name_rewards(rewards, argument)
         self._forms = {name: form_of(reward) for name, reward in self.rewards.items()}
         self._calls: dict[str, Limited] = {}
         for name, reward in self.rewards.items():
@@ -106,11 +107,11 @@ class Rewards:
 
     async def close(self) -> None:
         for reward in self.rewards.values():
-            await close(reward)
+            await close_reward(reward)
 
     async def _score_completion(self, name: str, text: str, data: Data) -> Score:
         value = await self._call(name, text, data)
-        return value if isinstance(value, RewardFailure) else number_of(name, f"reward {name!r}", value)
+        return value if isinstance(value, RewardFailure) else read_score(name, f"reward {name!r}", value)
 
     async def _score_column(self, name: str, texts: Sequence[str], data: Sequence[Data]) -> list[Score]:
         if self._forms[name] == "completion":
@@ -124,7 +125,7 @@ class Rewards:
             values = await self._call(name, *columns)
         if isinstance(values, RewardFailure):
             return [values] * len(texts)
-        return numbers_of(name, f"reward {name!r}", values, len(texts))
+        return read_scores(name, f"reward {name!r}", values, len(texts))
 
     async def _call(self, name: str, *args: Any, **columns: Any) -> Any:
         """Return what the reward returns, or a `RewardFailure`."""
@@ -135,10 +136,10 @@ class Rewards:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the caller was cancelled; otherwise the reward cancelled itself
-            return failure_of(name, f"reward {name!r}", error)
+            return describe_failure(name, f"reward {name!r}", error)
 
 
-def failure_of(name: str, what: str, error: BaseException) -> RewardFailure:
+def describe_failure(name: str, what: str, error: BaseException) -> RewardFailure:
     """Return the failure for an exception that a user's code raised; `what` names that code."""
     if isinstance(error, OutOfTime | CallTimeout):
         return RewardFailure(name, TIMED_OUT, f"{what}: {error}", f"{name} timeout", error=error)
@@ -150,21 +151,21 @@ def failure_of(name: str, what: str, error: BaseException) -> RewardFailure:
     return RewardFailure(name, FAILED, f"{what}: {text}", place, trace, error)
 
 
-def numbers_of(name: str, what: str, values: Any, count: int) -> list[Score]:
-    """Return the number of each of `count` completions in what a user's code returned."""
+def read_scores(name: str, what: str, values: Any, count: int) -> list[Score]:
+    """Return the score of each of `count` completions from what a user's code returned."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        fact = f"expected a list of {count} numbers, got {_short(values)}"
-        return [RewardFailure(name, NO_NUMBER, f"{what}: {fact}", f"{name} no list")] * count
+        fact = f"expected a list of {count} numbers, got {_shorten(values)}"
+        return [RewardFailure(name, NOT_A_NUMBER, f"{what}: {fact}", f"{name} no list")] * count
     listed = list(values)
     if len(listed) != count:
         fact = f"expected {count} numbers, one per completion, got {len(listed)}"
         return [RewardFailure(name, WRONG_COUNT, f"{what}: {fact}", f"{name} wrong count")] * count
-    return [number_of(name, what, value) for value in listed]
+    return [read_score(name, what, value) for value in listed]
 
 
-def number_of(name: str, what: str, value: Any) -> Score:
-    """Return a finite number, one of numpy or a boolean included, as a float."""
-    fact = f"expected a number, got {_short(value)}"
+def read_score(name: str, what: str, value: Any) -> Score:
+    """Return a value as a float: any finite number, numpy's and booleans included."""
+    fact = f"expected a number, got {_shorten(value)}"
     if hasattr(value, "__float__"):
         try:
             number = float(value)
@@ -174,21 +175,19 @@ def number_of(name: str, what: str, value: Any) -> Score:
             if math.isfinite(number):
                 return number
             fact = f"expected a finite number, got {number}"
-    return RewardFailure(name, NO_NUMBER, f"{what}: {fact}", f"{name} no number")
+    return RewardFailure(name, NOT_A_NUMBER, f"{what}: {fact}", f"{name} no number")
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     shown = repr(value)
     return f"{shown if len(shown) <= 80 else f'{shown[:77]}...'}, a {type(value).__name__}"
 
 
-def _named(rewards: Mapping[str, Any] | Sequence[Any], argument: str) -> dict[str, AnyReward]:
-    from headrace.environments.rewards.base import build_from
-
+def _name_rewards(rewards: Mapping[str, Any] | Sequence[Any], argument: str) -> dict[str, AnyReward]:
     if isinstance(rewards, Mapping):
-        pairs = [(name, build_from(reward, f"{argument}.{name}")) for name, reward in rewards.items()]
+        pairs = [(name, resolve_reward(reward, f"{argument}.{name}")) for name, reward in rewards.items()]
     else:
-        built = [build_from(reward, f"{argument}.{number}") for number, reward in enumerate(rewards)]
+        built = [resolve_reward(reward, f"{argument}.{number}") for number, reward in enumerate(rewards)]
         pairs = [(name_of(reward), reward) for reward in built]
     named: dict[str, AnyReward] = {}
     fix = "Give rewards as {name: reward}."

@@ -60,10 +60,10 @@ class LengthPenalty:
         check_flag("count_malformed", count_malformed)
         self._group_size = group_size
         self._count_malformed = count_malformed
-        self._length = length_in(tokenizer_name, cache_dir)
+        self._length = make_length_counter(tokenizer_name, cache_dir)
 
     def __call__(self, texts: Sequence[str], data: Sequence[Data]) -> list[float]:
-        lengths = thinking_lengths(texts, data, self._length)
+        lengths = measure_thinking(texts, data, self._length)
         if self._group_size is not None:
             sizes = [self._group_size] * -(-len(texts) // self._group_size)
         else:
@@ -73,7 +73,10 @@ class LengthPenalty:
 
 
 def brevity(lengths: Sequence[int | None], count_malformed: bool = False) -> list[float]:
-    """Return max(0, 1 - L / mean L) of one group. None: malformed, which scores 0 whether the mean counts it or not."""
+    """Return max(0, 1 - L / mean L) for each length of a group.
+
+    None is a malformed completion: it scores 0, and counts in the mean as 0 only with `count_malformed`.
+    """
     counted = [length or 0 for length in lengths if length is not None or count_malformed]
     mean = sum(counted) / len(counted) if counted else 0.0
     return [max(0.0, 1 - length / mean) if length is not None and mean else 0.0 for length in lengths]
@@ -105,7 +108,7 @@ class TokenUtilisation:
             raise BadArgument("expected a number that is not negative", key="beta", value=beta)
         self._records = read_zero_shot(zero_shot_path)
         self._beta = beta
-        self._length = length_in(tokenizer_name, cache_dir)
+        self._length = make_length_counter(tokenizer_name, cache_dir)
         self._correctness = Correctness(timeout, processes, symbolic)
         self._missing = Counts("token_utilisation_reward", without_record="completions without a zero-shot record")
 
@@ -130,11 +133,11 @@ class TokenUtilisation:
 
 
 def utilisation(length: float, base: float) -> float:
-    """Return how much longer than the base model's thinking a length is, relative to the latter, from -1 to 1."""
+    """Return (length - base) / max(base, 1), clipped to [-1, 1]; `base` is the length of the base model's thinking."""
     return max(-1.0, min(1.0, (length - base) / max(base, 1)))
 
 
-class ZeroShot(msgspec.Struct, frozen=True):
+class ZeroShotRecord(msgspec.Struct, frozen=True):
     """The base model's result on one example."""
 
     key: str
@@ -142,7 +145,7 @@ class ZeroShot(msgspec.Struct, frozen=True):
     thinking_tokens: float
 
 
-def read_zero_shot(path: str | Path) -> dict[str, ZeroShot]:
+def read_zero_shot(path: str | Path) -> dict[str, ZeroShotRecord]:
     """Return the record of each example by its key, from JSONL with `key`, `correct` and `thinking_tokens`.
 
     Other fields are ignored, so that the completions of an evaluation can be such a record.
@@ -151,13 +154,13 @@ def read_zero_shot(path: str | Path) -> dict[str, ZeroShot]:
     if not file.is_file():
         fix = "Evaluate the base model first, which writes it."
         raise DataError("no such file", key="zero_shot_path", value=file, fix=fix)
-    records: dict[str, ZeroShot] = {}
+    records: dict[str, ZeroShotRecord] = {}
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
             try:
-                record = msgspec.json.decode(line, type=ZeroShot)
+                record = msgspec.json.decode(line, type=ZeroShotRecord)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise DataError(f"not a record of an example: {error}", file=file, line=number) from error
             if records.setdefault(record.key, record) != record:
@@ -166,20 +169,20 @@ def read_zero_shot(path: str | Path) -> dict[str, ZeroShot]:
     return records
 
 
-def thinking_lengths(texts: Sequence[str], data: Sequence[Mapping[str, Any]], length: Length) -> list[int | None]:
-    """Return the thinking length of each completion; None for a malformed one, which has none."""
+def measure_thinking(texts: Sequence[str], data: Sequence[Mapping[str, Any]], length: Length) -> list[int | None]:
+    """Return the thinking length of each completion; None for a malformed one."""
     parsed = (format_of(row).parse(text) for text, row in zip(texts, data, strict=True))
     return [None if completion is None else length(completion.thinking) for completion in parsed]
 
 
-def words_in(text: str) -> int:
+def count_words(text: str) -> int:
     return len(text.split())
 
 
-def length_in(tokenizer_name: str | None, cache_dir: str | Path | None = None) -> Length:
+def make_length_counter(tokenizer_name: str | None, cache_dir: str | Path | None = None) -> Length:
     """Return a function that counts tokens without special ones, or words if there is no tokenizer."""
     if not tokenizer_name:
-        return words_in
+        return count_words
     tokenizer = shared_tokenizer(tokenizer_directory(tokenizer_name, cache_dir))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 

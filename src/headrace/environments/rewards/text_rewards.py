@@ -87,7 +87,7 @@ class JsonSchema(SandboxReward):
     ) -> None:
         check_installed(self.name, "jsonschema", "json-schema")
         super().__init__(timeout, processes, Counts(self.name, timeouts="answers that took too long to check"))
-        self._schema = _checked(schema)
+        self._schema = _check_schema(schema)
         self._field = field
 
     async def __call__(self, text: str, data: Data) -> float:
@@ -99,19 +99,19 @@ def fits(text: str, schema: str, gold: list[Any]) -> bool:
     """Return whether a text fits; runs in the sandbox. `gold` has the JSON that it must equal, or is empty."""
     block = last_block(text, ("json",))
     try:
-        value = json.loads(text if block is None else block, parse_constant=_refuse)
+        value = json.loads(text if block is None else block, parse_constant=_refuse_constant)
         schemas = (schema, *(json.dumps({"const": each}) for each in gold))
-        return all(_validator(each).is_valid(value) for each in schemas)
+        return all(_build_validator(each).is_valid(value) for each in schemas)
     except (ValueError, RecursionError, MemoryError):  # not JSON, or too large or deep to parse
         return False
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
 @lru_cache
-def _validator(schema: str) -> Any:
+def _build_validator(schema: str) -> Any:
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing.jsonschema import EMPTY_REGISTRY
 
@@ -119,7 +119,7 @@ def _validator(schema: str) -> Any:
     return validator_for(read, default=Draft202012Validator)(read, registry=EMPTY_REGISTRY)
 
 
-def _checked(schema: Mapping[str, Any] | bool) -> str:
+def _check_schema(schema: Mapping[str, Any] | bool) -> str:
     """Return a valid schema as JSON text."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for

@@ -23,9 +23,9 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 
-from headrace.environments.rewards.mathematics.comparison import Numbers, same
-from headrace.environments.rewards.mathematics.numbers import ROUNDING, number_of
-from headrace.environments.rewards.mathematics.shapes import Relation, Value, has_variables, shape_of
+from headrace.environments.rewards.mathematics.comparison import NumberComparer, compare
+from headrace.environments.rewards.mathematics.numbers import MAX_ROUNDING_ERROR, parse_number
+from headrace.environments.rewards.mathematics.shapes import Relation, Value, has_variables, parse_shape
 from headrace.environments.rewards.mathematics.vocabulary import FUNCTIONS
 
 DIGITS = 40
@@ -39,7 +39,7 @@ MIN_POINTS = 4
 MAX_INTEGER_DIGITS = 4000
 """Longer integers are rounded."""
 TINY = mpmath.mpf(10) ** -DIGITS
-ROUNDING_ERROR = mpmath.mpf(ROUNDING.numerator) / ROUNDING.denominator
+ROUNDING_ERROR = mpmath.mpf(MAX_ROUNDING_ERROR.numerator) / MAX_ROUNDING_ERROR.denominator
 IMAGINARY = "i"
 """The imaginary unit, which is not a variable."""
 _FUNCTION = re.compile("|".join(map(re.escape, sorted(FUNCTIONS))))
@@ -60,41 +60,41 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Return whether an answer is the gold one, by algebra where nothing simpler decides. Raises `Unreadable`."""
-    return bool(same(shape_of(gold), shape_of(answer, has_variables(gold)), Algebra()))
+    """Return whether an answer equals the gold one, by algebra where nothing simpler decides. Raises `Unreadable`."""
+    return bool(compare(parse_shape(gold), parse_shape(answer, has_variables(gold)), AlgebraComparer()))
 
 
-class Algebra(Numbers):
-    """The judge that parses values and equations; those that it cannot parse are not the same."""
+class AlgebraComparer(NumberComparer):
+    """Compares values and equations by algebra; what it cannot parse is not equal."""
 
-    def values(self, gold: Value, answer: Value) -> bool:
-        verdict = super().values(gold, answer)
+    def compare_values(self, gold: Value, answer: Value) -> bool:
+        verdict = super().compare_values(gold, answer)
         if verdict is not None or gold.scale != answer.scale:
             return bool(verdict)
-        pair = _parsed(gold.latex, answer.latex)
+        pair = _parse_all(gold.latex, answer.latex)
         if pair is None:
             return False
-        numbers = [number_of(value.latex) for value in (gold, answer)]
+        numbers = [parse_number(value.latex) for value in (gold, answer)]
         places = [number.places for number in numbers if number is not None and number.places is not None]
         last_place = mpmath.mpf(10) ** -max(places) if places else mpmath.inf  # to which decimals may be rounded
-        verdict = _same_values(pair[0], pair[1], last_place)
+        verdict = _compare_values(pair[0], pair[1], last_place)
         return bool(verify(*pair, timeout_seconds=None)) if verdict is None else verdict
 
-    def equations(self, gold: Relation, answer: Relation) -> bool:
+    def compare_equations(self, gold: Relation, answer: Relation) -> bool:
         """Return whether the differences of both sides are the same up to a constant factor."""
         sides = [*gold.sides, *answer.sides]
         if len(sides) != 4 or not all(isinstance(side, Value) for side in sides):
             return False
-        parsed = _parsed(*(side.latex for side in sides if isinstance(side, Value)))
+        parsed = _parse_all(*(side.latex for side in sides if isinstance(side, Value)))
         if parsed is None or any(expression.has(AppliedUndef) for expression in parsed):
             return False
         with mpmath.workdps(WORKING_DIGITS):  # the ratio is the same at all points; zeros are skipped
-            pairs = _values(parsed[0] - parsed[1], parsed[2] - parsed[3])
+            pairs = _evaluate_at_points(parsed[0] - parsed[1], parsed[2] - parsed[3])
             ratios = [one / other for one, other in pairs if one and other]
-            return len(ratios) >= MIN_POINTS and all(_agree(ratio, ratios[0]) for ratio in ratios)
+            return len(ratios) >= MIN_POINTS and all(_values_agree(ratio, ratios[0]) for ratio in ratios)
 
 
-def _parsed(*texts: str) -> list[Expression] | None:
+def _parse_all(*texts: str) -> list[Expression] | None:
     """Return the parsed expressions; None if one of them cannot be parsed."""
     if any(map(_NOT_ALGEBRA.search, texts)):
         return None
@@ -112,11 +112,11 @@ def _parsed(*texts: str) -> list[Expression] | None:
 def _parse(text: str) -> Expression:
     if _FUNCTION.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = _PRODUCT.sub(r"\\cdot ", _with_bars(text.replace(r"\degree", "")))
+    text = _PRODUCT.sub(r"\\cdot ", _pair_bars(text.replace(r"\degree", "")))
     return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_EXACT_NAMES).doit()
 
 
-def _with_bars(text: str) -> str:
+def _pair_bars(text: str) -> str:
     """Write absolute values with opening and closing bars: a bar opens after a sign, or where none is open."""
     pieces = text.split("|")
     written, opened = pieces[0], 0
@@ -127,7 +127,7 @@ def _with_bars(text: str) -> str:
     return written
 
 
-def _same_values(gold: Expression, answer: Expression, last_place: Any) -> bool | None:
+def _compare_values(gold: Expression, answer: Expression, last_place: Any) -> bool | None:
     """Compare the values of two expressions; None if too few points have values."""
     if gold.is_Rational and answer.is_Rational:
         return bool(gold == answer)  # of any size
@@ -135,13 +135,13 @@ def _same_values(gold: Expression, answer: Expression, last_place: Any) -> bool 
         return None  # lambdify must not call a function by a name from the model
     rounding = last_place if gold.has(sympy.Float) or answer.has(sympy.Float) else None
     with mpmath.workdps(WORKING_DIGITS):
-        verdicts = [_agree(one, other, rounding) for one, other in _values(gold, answer)]
+        verdicts = [_values_agree(one, other, rounding) for one, other in _evaluate_at_points(gold, answer)]
     if False in verdicts:
         return False
     return True if verdicts.count(True) >= min(MIN_POINTS, len(verdicts)) else None
 
 
-def _agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:
+def _values_agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:
     """Return whether two values agree, up to `rounding`; None if one is missing."""
     if gold is None or answer is None:
         return None
@@ -149,29 +149,32 @@ def _agree(gold: Any, answer: Any, rounding: Any = None) -> bool | None:
     return bool(abs(gold - answer) <= allowed)
 
 
-def _values(gold: Expression, answer: Expression) -> list[tuple[Any, Any]]:
-    """Return the values of both at each point, at one without variables. None: undefined, or both are not real."""
+def _evaluate_at_points(gold: Expression, answer: Expression) -> list[tuple[Any, Any]]:
+    """Return the values of both expressions at each point, or at one point if there are no variables.
+
+    A value is None where it is undefined, and both are where neither is real.
+    """
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    functions = [sympy.lambdify(symbols, _printable(expression), "mpmath") for expression in (gold, answer)]
+    functions = [sympy.lambdify(symbols, _round_long_integers(expression), "mpmath") for expression in (gold, answer)]
     variables = [symbol for symbol in symbols if str(symbol) != IMAGINARY]
     pairs = []
     random = Random(0)
     for span in RANGES if variables else RANGES[:1]:
         point = [mpmath.mpf(random.uniform(*span)) if symbol in variables else mpmath.j for symbol in symbols]
-        one, other = (_value(function, point) for function in functions)
+        one, other = (_evaluate(function, point) for function in functions)
         outside = variables == symbols != [] and None not in (one, other) and mpmath.im(one) and mpmath.im(other)
         pairs.append((None, None) if outside else (one, other))
     return pairs
 
 
-def _printable(expression: Expression) -> Expression:
+def _round_long_integers(expression: Expression) -> Expression:
     """Round the numbers that are too long to be written into a function."""
     limit = 10**MAX_INTEGER_DIGITS
     long = (number for number in expression.atoms(sympy.Rational) if max(abs(number.p), number.q) > limit)
     return expression.xreplace({number: sympy.Float(number, 2 * WORKING_DIGITS) for number in long})
 
 
-def _value(function: Callable[..., Any], point: Sequence[Any]) -> Any:
+def _evaluate(function: Callable[..., Any], point: Sequence[Any]) -> Any:
     """Return the value at a point, None if it is undefined; a zero that is hidden by rounding is zero."""
     try:
         value = +mpmath.mpmathify(function(*point))

@@ -21,11 +21,11 @@ SIZES_OF_TEXT = (r"\large", r"\Large", r"\LARGE", r"\huge", r"\Huge", r"\normals
 EMPHASIS = (r"\boldsymbol", r"\bm", r"\underline", r"\blacksquare")
 SPACES = (r"\!", r"\,", r"\;", r"\:", r"\>", "\\ ", "\\\n", "~", r"\quad", r"\qquad")
 DELIMITERS = (r"\left", r"\right", r"\middle", r"\boxed", r"\fbox", r"\(", r"\)", r"\[", r"\]")
-DROPPED = {*SIZES, *STYLES, *SIZES_OF_TEXT, *EMPHASIS, *SPACES, *DELIMITERS}
-"""Commands of layout, without meaning."""
-INVISIBLE = {r"\phantom", r"\hphantom", r"\hspace", r"\vspace", r"\color", r"\textcolor"}
-"""Commands of layout with an argument."""
-IN_WORDS = {rf"\text{face}" for face in ("", "bf", "it", "rm", "sf", "normal")} | {
+LAYOUT_COMMANDS = {*SIZES, *STYLES, *SIZES_OF_TEXT, *EMPHASIS, *SPACES, *DELIMITERS}
+"""Commands without meaning; they are dropped."""
+LAYOUT_COMMANDS_WITH_ARGUMENT = {r"\phantom", r"\hphantom", r"\hspace", r"\vspace", r"\color", r"\textcolor"}
+"""Commands that are dropped with their argument."""
+TEXT_COMMANDS = {rf"\text{face}" for face in ("", "bf", "it", "rm", "sf", "normal")} | {
     *(r"\mbox", r"\hbox", r"\mathrm", r"\mathbf", r"\mathit", r"\mathsf")
 }
 """Commands with words as argument."""
@@ -35,18 +35,18 @@ _SPELLINGS = r"""\frac \dfrac \tfrac \cfrac, \binom \dbinom \tbinom, \le \leq \l
     / \div, : \colon, \{ \lbrace, \} \rbrace, [ \lbrack, ] \rbrack, \emptyset \varnothing, \text{or} \lor,
     \text{and} \land, \% %"""
 SPELLING = {other: token for token, *others in map(str.split, _SPELLINGS.split(",")) for other in others}
-"""Tokens that mean the same."""
-ARGUMENTS = {
+"""The token that replaces each token of the same meaning."""
+ARGUMENT_COUNTS = {
     **dict.fromkeys((r"\frac", r"\binom"), 2),
     **dict.fromkeys((r"\sqrt", r"\overline", r"\vec", r"\hat", r"\overrightarrow", r"\pmod"), 1),
 }
 """Number of arguments of a command."""
-NAMED = {r"\begin", r"\end", r"\mathbb", r"\mathcal", r"\operatorname"}
+NAME_COMMANDS = {r"\begin", r"\end", r"\mathbb", r"\mathcal", r"\operatorname"}
 """Commands with a name as argument: both are one token."""
 OPENING = {"(", "[", "{", r"\{", r"\langle"}
 CLOSING = {")", "]", "}", r"\}", r"\rangle"}
 RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\approx")
-TURNED = {">": "<", r"\ge": r"\le"}
+REVERSED = {">": "<", r"\ge": r"\le"}
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 
 TRIGONOMETRY = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
@@ -54,7 +54,7 @@ FUNCTIONS = frozenset(rf"\{name}" for name in (*TRIGONOMETRY, "log", "ln", "exp"
 OPERATORS = {*FUNCTIONS, "+", "-", "/", "^", "!", "|", r"\cdot", r"\pi", r"\infty", r"\frac", r"\sqrt"}
 """Tokens that make a side of an equation more than a name."""
 
-PLAIN = {
+SPELLED_SIGNS = {
     **{command[1:]: command for command in (*FUNCTIONS - {r"\sec"}, r"\pi", r"\theta", r"\infty")},
     **dict.fromkeys(("infinity", "oo"), r"\infty"),
     **dict.fromkeys(("percent", "percentage", "pct"), r"\%"),
@@ -68,8 +68,8 @@ _UNITS = """inch inches in, foot feet ft, yard yards yd, mile miles mi, millimet
     ounce ounces oz, pound pounds lb lbs gbp, second seconds sec secs s, minute minutes min mins, hour hours hr hrs h,
     day days, week weeks, month months, year years, cent cents, dollar dollars usd, euro euros eur, radian radians,
     celsius, fahrenheit"""
-SAME_UNIT = {name: names[0] for names in map(str.split, _UNITS.split(",")) for name in names}
-"""Units that must not be confused. All others are ignored."""
+CANONICAL_UNITS = {name: names[0] for names in map(str.split, _UNITS.split(",")) for name in names}
+"""One name per unit, by each of its spellings. Units that are not listed are ignored."""
 CURRENCIES = {"us", "usd", "euro", "eur", "pound", "gbp"}
 """Units that may stand in front."""
 TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
@@ -79,13 +79,26 @@ _SCALES = {
     "pair": 2, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
 SCALES = {"gross": 144, **_SCALES, **{f"{name}s": scale for name, scale in _SCALES.items()}}
-NO_PLURALS = ("people", "ppl", "men", "women", "children", "fish", "sheep", "deer", "mice", "geese", "teeth", "dice")
-UNCHANGED = ("mph", "mpg", "kph", "kb", "mb", "gb", "tb", "sq", "square", "cubic")
-NO_MATTER = ("total", "altogether", "left", "each")
-KNOWN_UNITS = {*SAME_UNIT, *SCALES, *NO_PLURALS, *UNCHANGED, *NO_MATTER}
+ODD_PLURALS = (
+    "people",
+    "ppl",
+    "men",
+    "women",
+    "children",
+    "fish",
+    "sheep",
+    "deer",
+    "mice",
+    "geese",
+    "teeth",
+    "dice",
+)
+UNITS_WITHOUT_PLURAL = ("mph", "mpg", "kph", "kb", "mb", "gb", "tb", "sq", "square", "cubic")
+IGNORED_WORDS = ("total", "altogether", "left", "each")
+KNOWN_UNITS = {*CANONICAL_UNITS, *SCALES, *ODD_PLURALS, *UNITS_WITHOUT_PLURAL, *IGNORED_WORDS}
 """Words that are units after every number. Others are units if plural, or after a number up to one: `1 egg`."""
 ORDINALS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
-NO_UNITS = {
+NOT_UNITS = {
     *("am", "pm", "not", "no", "times", "more", "less", "than", "if", "for", "when", "is", "was", "this", "but"),
     *("minus", "plus", "divided", "multiplied", "equals", "versus", "vs", "mod", "choose", "power", "factorial"),
     *("half", "halves", *ORDINALS, *(f"{ordinal}s" for ordinal in ORDINALS)),
@@ -94,7 +107,8 @@ NO_UNITS = {
 }
 """Words that are not units of the preceding number."""
 MAX_UNIT_WORDS = 6
-SHORT_WORDS = {"am", "pm", "mph", "men", *CONNECTIVES, *(name for name in SAME_UNIT if 1 < len(name) < 4)} - {"ml"}
+_SHORT_UNITS = {name for name in CANONICAL_UNITS if 1 < len(name) < 4} - {"ml"}
+SHORT_WORDS = {"am", "pm", "mph", "men", *CONNECTIVES, *_SHORT_UNITS}
 """Short words; others as short, and ml, are products of letters where there are variables."""
-UNIT_LETTERS = {*(name for name in SAME_UNIT if len(name) == 1), "L"}
+UNIT_LETTERS = {*(name for name in CANONICAL_UNITS if len(name) == 1), "L"}
 """Letters that are units among words, and after a number where there are no variables."""
