@@ -45,7 +45,7 @@ from headrace.runfile.run import RunConfig
 from headrace.text.renderer import make_renderer
 from headrace.text.tokenizer import Tokenizer
 from headrace.trainer.learner import Learner
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 
 T = TypeVar("T")
 Played = Sequence[Sequence[Rollout]]
@@ -133,7 +133,7 @@ class Miniature:
             directory, self.tokenizer, renderer.name, renderer.enable_thinking, renderer.thinking_retention
         )
         trainer, latents = config.trainer, config.model.latents
-        self.learner = Learner(trainer, losses(trainer), scratch / "checkpoints", reference=trainer.reference)
+        self.learner = Learner(trainer, make_losses(trainer), scratch / "checkpoints", reference=trainer.reference)
         self.latents = None if latents is None else LatentParams(**latents.request)
         longest, has_gates = 3 * self.seq_len, latents is not None and latents.has_gates  # hints precede samples
         self.policy = InProcessEngine(directory, self.tokenizer, longest, seed, has_gates)

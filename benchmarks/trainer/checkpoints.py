@@ -33,7 +33,7 @@ from headrace.machine import free_memory
 from headrace.rollout.version import Version
 from headrace.trainer import checkpoint
 from headrace.trainer.host_copies import PUBLISHED_COPIES, pin_ahead
-from headrace.trainer.learner import MODEL, OPTIMIZER, Learner, prefixed
+from headrace.trainer.learner import MODEL_PREFIX, OPTIMIZER_PREFIX, Learner, add_prefix
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.publisher import Publisher
 from headrace.transport.weights import WeightStore
@@ -55,10 +55,10 @@ class Row(NamedTuple):
 def measure(learner: Learner, how: str, free: int) -> Row:
     """Save one checkpoint; `free` is the free host memory that the peak is measured from."""
     directory = learner.checkpoints.directory
-    for old in checkpoint.complete(directory):
+    for old in checkpoint.list_complete(directory):
         shutil.rmtree(old)
     save = save_with_torch if how == "torch" else save_with_headrace
-    learner.checkpoints.copies = how == "copy"
+    learner.checkpoints.copies_to_host = how == "copy"
     size = sum(tensor.nbytes for tensor in saved_tensors(learner).values())
     synchronize()
     with lowest_free_memory() as lowest:
@@ -98,7 +98,9 @@ def save_with_torch(learner: Learner) -> Callable[[], Any]:
 
 
 def saved_tensors(learner: Learner) -> dict[str, torch.Tensor]:
-    return prefixed(MODEL, learner.model.learned()) | prefixed(OPTIMIZER, learner.optimizer.state_tensors())
+    return add_prefix(MODEL_PREFIX, learner.model.trained_tensors()) | add_prefix(
+        OPTIMIZER_PREFIX, learner.optimizer.state_tensors()
+    )
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def without_verification(saved: Any, shards: Any, _: Any) -> None:
 
 def of_checkpoints(directory: Path, size_mb: int) -> Iterator[Cost]:
     shards = local_shards(save_checkpoint(directory, size_mb))
-    saved = checkpoint.latest(directory / "checkpoints")
+    saved = checkpoint.find_latest(directory / "checkpoints")
     assert saved is not None
     (file,) = saved.rglob("tensors/*.safetensors")
     marker = read_marker(saved)

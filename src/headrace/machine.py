@@ -1,4 +1,4 @@
-"""GPUs, memory, versions and caches of this machine, without torch; limits and garbage collector of this process."""
+"""GPUs, memory, network, versions and caches of this machine, without torch; process limits, garbage collection."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from typing import NamedTuple
 import headrace
 
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
+SIOCGIFADDR = 0x8915
+"""Linux's ioctl request for the IPv4 address of a network interface."""
 MAX_OPEN_FILES = 65_536
 M_MMAP_THRESHOLD = -3
 """The option of C's `mallopt` for the size from which a block has a mapping of its own. Set, it stays constant."""
@@ -72,6 +74,16 @@ def visible_gpus() -> list[str]:
     if (visible := os.environ.get(VISIBLE_GPUS_VAR)) is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
     return [index for index, _, _ in _query_gpus()]
+
+
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface. Raises `OSError` if it does not exist or has none."""
+    import fcntl
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+    return socket.inet_ntoa(answer[20:24])
 
 
 def usable_cores() -> int:

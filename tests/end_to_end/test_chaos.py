@@ -115,13 +115,13 @@ def the_model_is_that_of_an_uninterrupted_trainer(run: RunDir, batches: dict[int
     import torch
 
     from headrace.trainer.learner import Learner
-    from headrace.trainer.rl import losses
+    from headrace.trainer.rl import make_losses
 
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     try:
         config = read_run(run.root).trainer
-        learner = Learner(config, losses(config), run.root / "replayed checkpoints")
+        learner = Learner(config, make_losses(config), run.root / "replayed checkpoints")
         for batch in batches.values():
             samples, envs = [entry.sample for entry in batch.samples], [entry.env for entry in batch.samples]
             learner.learn(samples, envs=envs, stopped=lambda: False)

@@ -33,7 +33,7 @@ def test_what_changes_after_the_beginning_of_a_checkpoint_is_not_in_it(copies: b
     tensors = some_tensors()
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     checkpoints = Checkpoints(tmp_path, Ranks(), keep_last=1)
-    checkpoints.copies = copies
+    checkpoints.copies_to_host = copies
     checkpoints.begin(tensors, lambda path: path.mkdir(), TrainState(step=1))
     for tensor in tensors.values():
         tensor.fill_(-1.0)

@@ -16,7 +16,7 @@ from headrace.rollout.packing import pack
 from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.reference import ReferenceWeights
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 from headrace.trainer.step import TrainStep
 from tests.trainer.test_latents import HYBRID, SOFT, sampled, trainer_logprobs
 from tests.trainer.test_reference import penalized
@@ -63,7 +63,7 @@ def penalized_step(directory: Path, device: str, **settings: Any) -> tuple[dict[
         for parameter in model.named_parameters().values():
             parameter.add_((0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters().items()}
-    step = TrainStep(model, optimizer, losses(TrainerConfig()), None, weights)
+    step = TrainStep(model, optimizer, make_losses(TrainerConfig()), None, weights)
     result = step.run(pack(penalized(random_samples(seed=3, count=9), 0.5), 32), lr=1.0)
     assert result is not None
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters().items())

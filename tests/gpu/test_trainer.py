@@ -199,7 +199,7 @@ def test_no_micro_batch_waits_for_the_gpu(kind: str, request: pytest.FixtureRequ
             step._loss(tokens, batch, counts, {}, _Sums(), None).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        step.optimizer.discard()
+        step.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", ["attention", "auto"])
@@ -249,7 +249,7 @@ def test_the_frozen_base_of_an_adapter_is_narrow_and_its_adapter_is_not(director
         step.run(pack(samples_of([700, 300], seed), 2048), lr=1e-2)
     model.save(tmp_path / "merged", torch.float32)
     exact = PackedModel(directory, dtype=torch.float32, lora=lora, attention="sdpa", longest=2048)
-    for name, tensor in model.learned().items():
+    for name, tensor in model.trained_tensors().items():
         exact.module.get_parameter(name).data.copy_(tensor)
     wanted = merged_parameters(exact.tensors(), scaling=2.0)
     merged = PackedModel(tmp_path / "merged", dtype=torch.float32, attention="sdpa")

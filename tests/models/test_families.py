@@ -177,7 +177,7 @@ def test_an_adapter_is_loaded_by_peft_and_by_the_engine(family: str, targets: st
     base = write_model(tmp_path / "base", family)
     model = PackedModel(base, lora={**LORA, "target_modules": ["all-linear", targets]})
     train_a_little(model)
-    adapted = {name.split(".")[-2] for name, matrix in model.learned().items() if matrix.any()}
+    adapted = {name.split(".")[-2] for name, matrix in model.trained_tensors().items() if matrix.any()}
     assert any(layer.startswith("down_proj_lora") for layer in adapted) == (targets == "experts")
     store = WeightStore(tmp_path / "weights")
     Publisher(store, model).publish(V1)

@@ -10,7 +10,7 @@ from headrace.rollout.batch import read_batch
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
 from headrace.trainer.probe import write_probe
-from headrace.trainer.ranks import Ranks, leave
+from headrace.trainer.ranks import Ranks, destroy_process_group
 from headrace.transport.batches import ProbeStore
 
 
@@ -26,4 +26,4 @@ def main(model_directory: Path, batch: Path, probes: Path) -> None:
 
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))
-    leave()
+    destroy_process_group()

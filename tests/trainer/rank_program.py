@@ -21,9 +21,9 @@ from headrace.rollout.packing import pack, pack_for_worker
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.ranks import Ranks, leave
+from headrace.trainer.ranks import Ranks, destroy_process_group
 from headrace.trainer.reference import ReferenceWeights
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 from headrace.trainer.step import TrainStep
 from headrace.trainer.token_table import write_token_table
 
@@ -51,7 +51,7 @@ def main(model_directory: Path, batches: Path, output: Path, **options: Any) -> 
     for path in sorted(batches.iterdir()):
         model = PackedModel(model_directory, ranks, lm_head_chunk=16, **options)
         optimizer = Keeping(model.named_parameters())
-        kinds = {**losses(TrainerConfig()), "ce": ce_loss}
+        kinds = {**make_losses(TrainerConfig()), "ce": ce_loss}
         reference = ReferenceWeights(model)
         for tensor in reference.tensors.values():
             tensor.mul_(1.1)
@@ -66,7 +66,7 @@ def main(model_directory: Path, batches: Path, output: Path, **options: Any) -> 
         write_token_table(output / f"{path.name}.tokens", result.trace, batch, ranks)
         after = {f"after.{name}": whole(p.detach()) for name, p in model.named_parameters().items()}
         tensors = {**optimizer.before, **optimizer.gradients, **after}
-        if ranks.first:
+        if ranks.is_first:
             save_file({name: t.contiguous() for name, t in tensors.items()}, output / f"{path.name}.safetensors")
             report = {"metrics": result.metrics, "norm": result.grad_norm, "tokens": result.tokens}
             (output / f"{path.name}.json").write_text(json.dumps(report))
@@ -79,6 +79,6 @@ if __name__ == "__main__":
     other = os.fork()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(other == 0))
     main(*map(Path, sys.argv[1:4]), **{name: VARIANTS[name] for name in sys.argv[4:]})
-    leave()  # else gloo's threads, still there when the interpreter ends, may abort it
+    destroy_process_group()  # else gloo's threads, still there when the interpreter ends, may abort it
     if other:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))

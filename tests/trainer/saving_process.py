@@ -41,7 +41,7 @@ def main(size: int, directory: Path) -> None:
     tensors = {f"model.{number}": torch.full((rows, 1024), float(number)) for number in range(TENSORS)}
     checkpoints = Checkpoints(directory, Ranks(), keep_last=2)
     for step, copies in ((1, True), (2, False)):
-        checkpoints.copies = copies
+        checkpoints.copies_to_host = copies
         peak = Peak()
         checkpoints.begin(tensors, lambda path: path.mkdir(), TrainState(step=step))
         checkpoints.finish(wait=True)

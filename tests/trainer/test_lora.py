@@ -253,12 +253,12 @@ def test_a_base_in_bfloat16_learns_a_float32_adapter_and_is_merged_in_float32(qw
     row, places, ones = model.row([np.arange(40)]), torch.arange(39), torch.ones(39)
     scores = model.score(row, places, places + 1, ones)
     scores.logprobs.sum().backward()
-    assert {name for name, p in parameters.items() if p.grad is not None} == set(model.learned())
+    assert {name for name, p in parameters.items() if p.grad is not None} == set(model.trained_tensors())
     with torch.no_grad():
         for matrices in adapter_layers(parameters).values():
             matrices.b.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     exact = PackedModel(qwen3, lora={"r": 4, "alpha": 8})
-    for name, tensor in model.learned().items():
+    for name, tensor in model.trained_tensors().items():
         exact.module.get_parameter(name).data.copy_(tensor)
     given, expected = (each.logprobs(row, places, places + 1, ones) for each in (model, exact))
     assert 0 < (given - expected).abs().max() < 0.05

@@ -57,7 +57,7 @@ class Gradients(Optimizer):
 
     def step(self, lr: float) -> float:
         self.kept = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
-        self.discard()
+        self.zero_grad()
         return 0.0
 
 
@@ -65,7 +65,7 @@ def run(
     model: PackedModel, kind: str, samples: list[Sample], envs: Sequence[str] = (), micro_batch_tokens: int = 16384
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     optimizer = Gradients(model.named_parameters())
-    losses = rl.losses(TrainerConfig(loss={"type": kind, **KINDS[kind]}))
+    losses = rl.make_losses(TrainerConfig(loss={"type": kind, **KINDS[kind]}))
     step = TrainStep(model, optimizer, losses, micro_batch_tokens)
     result = step.run(pack(samples, 32), lr=1.0, envs=envs)
     assert result is not None

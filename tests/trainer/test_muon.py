@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from headrace.trainer.optim import Muon, orthogonal
+from headrace.trainer.optim import Muon, orthogonalize
 
 
 def random_matrix(*shape: int) -> torch.Tensor:
@@ -15,21 +15,21 @@ def random_matrix(*shape: int) -> torch.Tensor:
 def test_singular_values_end_near_one_and_singular_vectors_stay(shape: tuple[int, int]):
     matrix = 100 * random_matrix(*shape)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    result = u.T @ orthogonal(matrix, 5) @ v.T
+    result = u.T @ orthogonalize(matrix, 5) @ v.T
     values = result.diagonal()
     assert ((values > 0.6) & (values < 1.3)).all()
     assert (result - values.diag()).abs().max() < 1e-3
 
 
 def test_nothing_stays_nothing():
-    assert torch.equal(orthogonal(torch.zeros(3, 4), 5), torch.zeros(3, 4))
+    assert torch.equal(orthogonalize(torch.zeros(3, 4), 5), torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 9), (3, 9, 6)])
 def test_each_matrix_of_a_stack_is_taken_by_itself(shape: tuple[int, int, int]):
     stack = random_matrix(*shape) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
-    expected = torch.stack([orthogonal(matrix, 5) for matrix in stack])
-    torch.testing.assert_close(orthogonal(stack, 5), expected)
+    expected = torch.stack([orthogonalize(matrix, 5) for matrix in stack])
+    torch.testing.assert_close(orthogonalize(stack, 5), expected)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -16,7 +16,7 @@ from headrace.rollout.types import Sample
 from headrace.trainer.learner import Learner
 from headrace.trainer.model import PackedModel
 from headrace.trainer.reference import ReferenceWeights
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 from headrace.trainer.step import TrainStep
 from tests.refusals import refused
 from tests.trainer.training_samples import ARCHITECTURES, Gradients, random_samples, write_random_model
@@ -39,7 +39,7 @@ def make_learner(directory: Path, tmp_path: Path) -> MakeLearner:
             model={"name": str(directory)}, output_dir=tmp_path / name, max_steps=40, seq_len=32,
             optim={"lr": 1e-2}, reference=ReferenceConfig(every=every), **settings,
         )  # fmt: skip
-        return Learner(config, losses(config), tmp_path / name, "latest", reference=config.reference)
+        return Learner(config, make_losses(config), tmp_path / name, "latest", reference=config.reference)
 
     return make
 
@@ -58,7 +58,7 @@ def step_of(directory: Path, samples: list[Sample], reference: bool = True) -> t
     for tensor in weights.tensors.values():
         tensor.mul_(1.1)
     config = TrainerConfig()
-    step = TrainStep(model, optimizer, losses(config), 64, weights if reference else None)
+    step = TrainStep(model, optimizer, make_losses(config), 64, weights if reference else None)
     result = step.run(pack(samples, 32), lr=1.0)
     assert result is not None
     return result.metrics, optimizer
@@ -167,8 +167,8 @@ def test_six_steps_equal_three_saved_loaded_and_three_more(
     first.begin_checkpoint()
     first.checkpoints.finish(wait=True)
     resumed = learn(make_learner("resumed", every, lora=lora), 4, 6)
-    for name, tensor in straight.model.learned().items():
-        assert torch.equal(tensor, resumed.model.learned()[name]), name
+    for name, tensor in straight.model.trained_tensors().items():
+        assert torch.equal(tensor, resumed.model.trained_tensors()[name]), name
     for name, tensor in straight.reference.tensors.items():
         assert torch.equal(tensor, resumed.reference.tensors[name]), name
 

@@ -15,7 +15,7 @@ from headrace.trainer.layers import compile_layers
 from headrace.trainer.model import PackedModel
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.reference import ReferenceWeights
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 from headrace.trainer.routing import RoutingMetrics
 from headrace.trainer.step import TrainStep
 from headrace.trainer.tokens import StepTokens
@@ -83,7 +83,7 @@ def test_a_reference_scores_with_the_recorded_experts(directory: Path):
     reference = ReferenceWeights(model)
     for tensor in reference.tensors.values():
         tensor.mul_(1.1)
-    step = TrainStep(model, Gradients(model.named_parameters()), losses(TrainerConfig()), 64, reference)
+    step = TrainStep(model, Gradients(model.named_parameters()), make_losses(TrainerConfig()), 64, reference)
     result = step.run(pack(samples, 64), lr=1.0)
     assert result is not None
 

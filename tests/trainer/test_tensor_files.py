@@ -246,7 +246,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path:
         time.sleep(0.001)
     os.kill(writing.pid, signal.SIGKILL)
     writing.communicate()
-    newest = checkpoint.latest(tmp_path)
+    newest = checkpoint.find_latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-00000000"
     tensors = {"model.a": torch.zeros(1000)}
@@ -267,7 +267,7 @@ def flip_a_byte(checkpoint_directory: Path) -> Path:
 def test_a_damaged_checkpoint_is_refused_by_file(tmp_path: Path):
     for step in (1, 2):
         save_one(tmp_path, step, float(step))
-    older, newer = checkpoint.complete(tmp_path)
+    older, newer = checkpoint.list_complete(tmp_path)
     path = flip_a_byte(newer)
     with pytest.raises(DamagedFile) as caught:
         checkpoint.load_tensors(newer, {"model.a": torch.zeros(1000)})
@@ -284,21 +284,21 @@ def test_a_damaged_checkpoint_is_refused_by_file(tmp_path: Path):
 def test_a_damaged_checkpoint_is_set_aside_if_there_is_an_older_one(tmp_path: Path):
     for step in (1, 2):
         save_one(tmp_path, step, float(step))
-    older, newer = checkpoint.complete(tmp_path)
+    older, newer = checkpoint.list_complete(tmp_path)
     damage = DamagedFile("damaged", file=newer / "state.json")
     assert isinstance(checkpoint.set_aside(damage, newer, tmp_path, Ranks()), Repaired)
-    assert checkpoint.complete(tmp_path) == [older]
+    assert checkpoint.list_complete(tmp_path) == [older]
     assert (tmp_path / f"damaged-{newer.name}" / "state.json").is_file()
     with pytest.raises(DamagedFile) as caught:  # the last one stays in its place
         checkpoint.set_aside(damage, older, tmp_path, Ranks())
     assert caught.value.fix
-    assert checkpoint.complete(tmp_path) == [older]
+    assert checkpoint.list_complete(tmp_path) == [older]
 
 
 @pytest.mark.parametrize("name", ["state.json", MARKER, "model/config.json"])
 def test_a_flipped_bit_in_any_other_file_is_found(name: str, tmp_path: Path):
     save_one(tmp_path, 1, 1.0)
-    (saved,) = checkpoint.complete(tmp_path)
+    (saved,) = checkpoint.list_complete(tmp_path)
     path = saved / name
     content = path.read_bytes()
     for place in range(0, 8 * len(content), 61):
@@ -312,7 +312,7 @@ def test_a_flipped_bit_in_any_other_file_is_found(name: str, tmp_path: Path):
 
 def test_a_checkpoint_without_digests_is_loaded(tmp_path: Path):
     save_one(tmp_path, 1, 5.0)
-    (saved,) = checkpoint.complete(tmp_path)
+    (saved,) = checkpoint.list_complete(tmp_path)
     (saved / MARKER).write_text('{"step":1,"schema":1}')
     tensors = {"model.a": torch.zeros(1000)}
     checkpoint.load_tensors(saved, tensors)
@@ -330,7 +330,7 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space") as caught:
         checkpoints.finish(wait=True)
     assert str(caught.value.filename).endswith(".safetensors")
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.find_latest(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -344,5 +344,5 @@ def test_a_copy_is_taken_where_it_fits_beside_checkpoints_in_memory(
     checkpoints = Checkpoints(tmp_path, Ranks(), keep_last=1)
     size = 100 * BUCKET_BYTES
     taken = checkpoints.plan(size, free * size)
-    assert checkpoints.copies is copies
+    assert checkpoints.copies_to_host is copies
     assert taken == (size if copies else STREAM_BUCKETS * BUCKET_BYTES)

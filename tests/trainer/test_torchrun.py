@@ -1,6 +1,7 @@
 """What several ranks end with, as one process."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from headrace.launch.process import PARENT_VAR, TORCHRUN_VAR
-from headrace.trainer.ranks import RankExit, joint_exit_code
+from headrace.trainer.ranks import INTERFACE_VARIABLES, RankExit, choose_network_interface, joint_exit_code
 
 KILLED, TERMINATED, STOPPED = -9, -15, 143
 
@@ -28,6 +29,16 @@ KILLED, TERMINATED, STOPPED = -9, -15, 143
 )
 def test_the_cause_of_several_endings_is_the_ending_of_all(endings: list[tuple[int, int]], expected: int):
     assert joint_exit_code([RankExit(*ending) for ending in endings]) == expected
+
+
+@pytest.mark.skipif("lo" not in {name for _, name in socket.if_nameindex()}, reason="the loopback is not `lo`")
+def test_collectives_use_the_interface_of_the_route_unless_one_is_configured(monkeypatch: pytest.MonkeyPatch):
+    gloo, nccl = INTERFACE_VARIABLES
+    monkeypatch.setenv(gloo, "")  # restored after the test
+    monkeypatch.delenv(gloo)
+    monkeypatch.setenv(nccl, "ib7")
+    choose_network_interface("127.0.0.1:29500")
+    assert (os.environ[gloo], os.environ[nccl]) == ("lo", "ib7")
 
 
 def test_a_rank_whose_parent_was_gone_before_it_looked_ends_at_once():

@@ -84,7 +84,10 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first_step(make_learner: M
     planned = learner.plan_checkpoints()
     learn(learner, 1, 1)
     state = learner.optimizer.state_tensors()
-    saved = [*learner.model.learned().values(), *(value for name, value in state.items() if not name.endswith(".step"))]
+    saved = [
+        *learner.model.trained_tensors().values(),
+        *(value for name, value in state.items() if not name.endswith(".step")),
+    ]
     assert planned == sum(tensor.nbytes for tensor in saved)
 
 
@@ -176,11 +179,11 @@ def test_the_final_model_of_an_adapter_is_merged_unless_configured(
 
 
 def test_only_complete_checkpoints_count_and_the_newest_are_kept(tmp_path: Path):
-    assert checkpoint.latest(tmp_path / "none") is None
+    assert checkpoint.find_latest(tmp_path / "none") is None
     save(tmp_path, 5, 10, 100)
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000010", "step-00000100"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000010", "step-00000100"]
     (tmp_path / "step-00000100" / MARKER).unlink()
-    latest = checkpoint.latest(tmp_path)
+    latest = checkpoint.find_latest(tmp_path)
     assert latest is not None
     assert latest.name == "step-00000010"
     with pytest.raises(FileNotFoundError, match=r"COMPLETE\.json"):
@@ -204,8 +207,8 @@ def test_a_checkpoint_that_falls_on_a_skipped_update_waits_for_the_next_one_unle
 
 def test_permanent_checkpoints_outlive_their_retirement(tmp_path: Path):
     save(tmp_path, 2, 4, 5, 6, keep_last=1, permanent_interval=4)
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000006"]
-    (kept,) = checkpoint.complete(tmp_path / "permanent")
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000006"]
+    (kept,) = checkpoint.list_complete(tmp_path / "permanent")
     assert kept.name == "step-00000004"
     tensors = {"model.a": torch.zeros(2)}
     checkpoint.load_tensors(kept, tensors)
@@ -216,7 +219,7 @@ def test_what_a_killed_trainer_left_half_written_is_ignored_and_removed(tmp_path
     leftover = tmp_path / ".step-00000005.99999.tmp"
     leftover.mkdir()
     (leftover / MARKER).write_text("{}")
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.find_latest(tmp_path) is None
     save(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
@@ -234,7 +237,7 @@ def test_starting_point_follows_what_was_asked(tmp_path: Path):
     assert starting_point(tmp_path, None) is None
     assert starting_point(tmp_path, "latest") is None
     save(tmp_path, 1, 2)
-    older, newest = checkpoint.complete(tmp_path)
+    older, newest = checkpoint.list_complete(tmp_path)
     assert starting_point(tmp_path, "latest") == newest
     assert starting_point(tmp_path, str(newest)) == newest
     assert starting_point(tmp_path / "a fork", str(older)) == older

@@ -88,7 +88,10 @@ def test_trains_every_batch_publishes_each_version_and_leaves_a_model(run: RunDi
     final, published = tensors(run.final_model), tensors(newest)
     assert all(torch.equal(final[name], published[name]) for name in final)
     assert not torch.equal(final["model.norm.weight"], tensors(tiny_model)["model.norm.weight"])
-    assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000002", "step-00000003"]
+    assert [path.name for path in checkpoint.list_complete(run.checkpoints)] == [
+        "step-00000002",
+        "step-00000003",
+    ]
     assert run.batches.steps() == []  # covered by the checkpoint of step 3
 
 
@@ -259,7 +262,7 @@ def test_updates_that_are_all_skipped_end_the_run_which_is_resumed_from_before_t
     seen = r"\b2\b.*\b3\b.*\bnan\b.*\bnan\b.*\b1\b.*optim\.lr"
     with pytest.raises(Failure, match=seen):
         rl.RlTrainer(config, stopped=threading.Event(), status=status).run()
-    assert [path.name for path in checkpoint.complete(run.checkpoints)] == ["step-00000001"]
+    assert [path.name for path in checkpoint.list_complete(run.checkpoints)] == ["step-00000001"]
     assert run.batches.steps()[-2:] == [2, 3]
 
 

@@ -61,7 +61,7 @@ class Gradients(Optimizer):
 
     def step(self, lr: float) -> float:
         self.kept = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
-        self.discard()
+        self.zero_grad()
         return 0.0
 
 

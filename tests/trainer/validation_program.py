@@ -12,7 +12,7 @@ from headrace.rollout.types import NOT_SAMPLED, Sample
 from headrace.trainer.loss import ce_loss
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.ranks import Ranks, leave
+from headrace.trainer.ranks import Ranks, destroy_process_group
 from headrace.trainer.sft import Validation
 from headrace.trainer.step import TrainStep
 
@@ -53,6 +53,6 @@ def losses_around_a_step(directory: Path) -> list[list[float | None]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     output = json.dumps(losses_around_a_step(Path(sys.argv[1])))
-    if Ranks().first:
+    if Ranks().is_first:
         print(output)
-    leave()
+    destroy_process_group()

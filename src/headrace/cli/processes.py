@@ -201,9 +201,9 @@ def run_trainer(arguments: argparse.Namespace) -> int:
 
             trainer = DpoTrainer if isinstance(config, DpoConfig) else SftTrainer
             trainer(config, resume=resume, status=status, engines=engines, **stops).run()
-        from headrace.trainer.ranks import leave
+        from headrace.trainer.ranks import destroy_process_group
 
-        leave()
+        destroy_process_group()
     return request.exit_code
 
 

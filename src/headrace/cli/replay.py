@@ -57,9 +57,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     if report.platform.device != "cpu":
-        from headrace.trainer.ranks import leave
+        from headrace.trainer.ranks import destroy_process_group
 
-        leave()
+        destroy_process_group()
     if arguments.json:
         print(msgspec.json.encode({"verdict": report.verdict, **msgspec.to_builtins(report)}).decode())
     else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from headrace import machine
 from headrace.launch.errors import BadRequest
 
 DIAL_TIMEOUT_S = 10.0
@@ -18,7 +18,6 @@ ANSWER_TIMEOUT_S = 2.0
 ELSEWHERE = "192.0.2.1"
 """An address that belongs to no network (RFC 5737): the route to it is the default route."""
 DISCARD_PORT = 9
-SIOCGIFADDR = 0x8915
 
 
 def advertised_address(interface: str | None = None) -> str:
@@ -50,20 +49,16 @@ def source_address(peer: str) -> str:
 
 
 def interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface."""
+    """Return the IPv4 address of the configured network interface. Raises `BadRequest`."""
     names = ", ".join(sorted(name for _, name in socket.if_nameindex()))
     if sys.platform != "linux":
         raise BadRequest("supported on Linux only", key="launch.interface", value=name, fix="Leave it out.")
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError as error:
-            fact = "no such interface" if error.errno == errno.ENODEV else "the interface has no IPv4 address"
-            fact = f"{fact} on host {socket.gethostname()}"
-            raise BadRequest(fact, key="launch.interface", value=name, fix=f"Its interfaces: {names}.") from error
-    return socket.inet_ntoa(answer[20:24])
+    try:
+        return machine.interface_address(name)
+    except OSError as error:
+        fact = "no such interface" if error.errno == errno.ENODEV else "the interface has no IPv4 address"
+        fact = f"{fact} on host {socket.gethostname()}"
+        raise BadRequest(fact, key="launch.interface", value=name, fix=f"Its interfaces: {names}.") from error
 
 
 def url_of(address: str, port: int) -> str:

@@ -38,8 +38,8 @@ from headrace.transport.files import MARKER, STEP, discard, draft_of, link_tree,
 
 log = logging.getLogger(__name__)
 
-MODEL = "model"
-PERMANENT = "permanent"
+MODEL_DIR = "model"
+PERMANENT_DIR = "permanent"
 
 
 class ResumeError(BadInput):
@@ -47,7 +47,7 @@ class ResumeError(BadInput):
 
 
 class TrainState(msgspec.Struct):
-    """Progress of training. `examples` is the position in given data, `data` the fingerprint of its rows."""
+    """Progress of training. `examples` is the position in SFT or DPO data, `data` the fingerprint of its rows."""
 
     step: int = 0
     incarnation: int = 0
@@ -64,65 +64,65 @@ class Checkpoints:
     def __init__(self, directory: Path, ranks: Ranks, *, keep_last: int, permanent_interval: int | None = None) -> None:
         self.directory, self.ranks = directory, ranks
         self.keep_last, self.permanent_interval = keep_last, permanent_interval
-        self.copies: bool | None = None
-        """Whether a checkpoint is copied to host memory as a whole; None until that is decided."""
+        self.copies_to_host: bool | None = None
+        """Whether a checkpoint is copied to host memory as a whole; None until `plan` decides it."""
         self._unfinished: tuple[int, Path, TensorFileWriter] | None = None
-        """Step and draft of the checkpoint that is being written."""
+        """Step, draft and writer of the checkpoint that is being written."""
         self._cleaner = ThreadPoolExecutor(1, "old-checkpoints")
         self._deletions: list[Future[None]] = []
-        if ranks.first:
-            sweep(directory)
-            sweep(directory / PERMANENT)
+        if ranks.is_first:
+            delete_incomplete(directory)
+            delete_incomplete(directory / PERMANENT_DIR)
 
     def plan(self, size: int, free: int) -> int:
-        """Decide for this rank's `size` bytes whether a copy fits into `free` bytes; return the bytes that it takes."""
+        """Decide whether copies of `size` bytes per rank fit into `free` bytes; return the bytes that a rank takes."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        total = ranks_here * self.ranks.most(size)
+        total = ranks_here * self.ranks.max(size)
         if file_system(self.directory) == "tmpfs":
-            free -= (self.keep_last + 1) * total  # its files take host memory too
-        self.copies = self.ranks.all(fits_host(total, free))
+            free -= (self.keep_last + 1) * total  # files in a tmpfs take host memory too
+        self.copies_to_host = self.ranks.all(fits_host(total, free))
         how = (
             "copied to host memory and written in the background"
-            if self.copies
+            if self.copies_to_host
             else "streamed to disk while training waits"
         )
         left = max(0, free) / 1e9
         log.info("checkpoints of %.1f GB are %s: %.1f GB of host memory is free", total / 1e9, how, left)
-        return size if self.copies else min(size, STREAM_BUCKETS * BUCKET_BYTES)
+        return size if self.copies_to_host else min(size, STREAM_BUCKETS * BUCKET_BYTES)
 
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:
-        """Start to write the tensors, which may change after the return, once the previous checkpoint is complete."""
+        """Start to write a checkpoint, once the previous one is complete; the tensors may change after the return."""
         if self._unfinished is not None and not self._unfinished[-1].is_done:
             log.info("training waits until the checkpoint of step %d is written", self._unfinished[0])
         self.finish(wait=True)
         draft = draft_of(self.directory / _name(state.step))
-        if self.ranks.first:
+        if self.ranks.is_first:
             self.directory.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
             (draft / TENSORS).mkdir()
-            write_files(draft / MODEL)
+            write_files(draft / MODEL_DIR)
             (draft / STATE).write_bytes(seal(state))
-        self.ranks.wait_for_all()
-        shards = local_shards(tensors, with_whole=self.ranks.first)
-        if self.copies is None:
+        self.ranks.barrier()
+        shards = local_shards(tensors, with_whole=self.ranks.is_first)
+        if self.copies_to_host is None:
             self.plan(sum(shard.local.nbytes for shard in shards), free_memory())
         path = draft / TENSORS / f"shard-{self.ranks.index + 1:05d}-model-00001-of-00001.safetensors"
-        writer = write_shards(path, shards, blocks=None if self.copies else STREAM_BUCKETS)
+        writer = write_shards(path, shards, blocks=None if self.copies_to_host else STREAM_BUCKETS)
         self._unfinished = state.step, draft, writer
 
     def finish(self, *, wait: bool = False) -> int | None:
         """Complete the checkpoint that is being written, if all ranks have written their shards; return its step.
 
-        Old checkpoints are deleted in the background; `wait` also waits for that.
+        `wait`: until it is complete, and until old checkpoints are deleted, which happens in the background.
         """
         step = None
         if self._unfinished is not None and (wait or self.ranks.all(self._unfinished[-1].is_done)):
             step, draft, writer = self._unfinished
             self._unfinished = None
             digests = self.ranks.gather((writer.path.name, writer.finish()))
-            if self.ranks.first:
+            if self.ranks.is_first:
                 self._complete(draft, CheckpointMarker(step, tensors=dict(digests), files=digests_of(draft)))
-            self.ranks.wait_for_all()
+            self.ranks.barrier()
         if wait:
             while self._deletions:
                 self._deletions.pop().result()
@@ -130,7 +130,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that a run may continue from, with that of the checkpoint that is being written."""
-        saved = [*complete(self.directory), *complete(self.directory / PERMANENT)]
+        saved = [*list_complete(self.directory), *list_complete(self.directory / PERMANENT_DIR)]
         steps = [int(path.name.removeprefix("step-")) for path in saved] or [0]
         return steps if self._unfinished is None else [*steps, self._unfinished[0]]
 
@@ -144,31 +144,31 @@ class Checkpoints:
         final = self.directory / _name(step)
         if self.permanent_interval is not None and step % self.permanent_interval == 0:
             # Before the rename: a complete checkpoint is never saved again.
-            link_tree(draft, self.directory / PERMANENT / final.name)
+            link_tree(draft, self.directory / PERMANENT_DIR / final.name)
         if final.exists():
             discard(final)
         move(draft, final)
         sync(self.directory)
-        for old in complete(self.directory)[: -self.keep_last]:
+        for old in list_complete(self.directory)[: -self.keep_last]:
             (old / MARKER).unlink()  # before the rest: a partly deleted checkpoint is incomplete
-            self._deletions.append(self._cleaner.submit(shutil.rmtree, old))  # of a large file it takes seconds
+            self._deletions.append(self._cleaner.submit(shutil.rmtree, old))  # a large file takes seconds
 
 
-def sweep(directory: Path) -> None:
+def delete_incomplete(directory: Path) -> None:
     """Delete incomplete checkpoints left by a killed trainer."""
     for path in (*directory.glob(".step-*"), *directory.glob(STEP)):
         if path.name.startswith(".") or not (path / MARKER).is_file():
             shutil.rmtree(path)
 
 
-def complete(directory: Path) -> list[Path]:
+def list_complete(directory: Path) -> list[Path]:
     """Return complete checkpoints, oldest first."""
     return sorted(path for path in directory.glob(STEP) if (path / MARKER).is_file())
 
 
-def latest(directory: Path) -> Path | None:
+def find_latest(directory: Path) -> Path | None:
     """Return the newest complete checkpoint, if there is one."""
-    return max(complete(directory), default=None)
+    return max(list_complete(directory), default=None)
 
 
 def read_state(checkpoint: Path) -> TrainState:
@@ -180,7 +180,7 @@ def read_state(checkpoint: Path) -> TrainState:
         raise DamagedFile("missing", file=path)
     state = decode_versioned(path.read_bytes(), TrainState, str(path))
     if not marker.files:
-        _check_without_digests(checkpoint / MODEL)
+        _check_without_digests(checkpoint / MODEL_DIR)
     return state
 
 
@@ -197,7 +197,7 @@ def _check_without_digests(model: Path) -> None:
 
 def starting_point(checkpoints: Path, resume: str | None) -> Path | None:
     """Return the checkpoint to start from: None, the newest one, or the one that `resume` names."""
-    newest = latest(checkpoints)
+    newest = find_latest(checkpoints)
     if resume is None:
         if newest is not None:
             fact = f"the run already has checkpoints, the newest {newest.name}"
@@ -231,30 +231,31 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _saved_shards(checkpoint: Path, marker: CheckpointMarker) -> list[SavedShard]:
+    # Checkpoints of older versions have no digests.
     names = marker.tensors or [path.name for path in (checkpoint / TENSORS).glob("*.safetensors")]
-    if not names:  # of a version without digests
+    if not names:
         raise DamagedFile("it has no tensor files", file=checkpoint / TENSORS)
     paths = sorted(checkpoint / TENSORS / name for name in names)
     return [shard for path in paths for shard in read_shards(path, marker.tensors.get(path.name))]
 
 
 def set_aside(damage: DamagedFile, checkpoint: Path, checkpoints: Path, ranks: Ranks) -> Repaired:
-    """Rename a damaged checkpoint if its run has an older one; return the error that makes the run continue from that.
+    """Rename a damaged checkpoint if its run has an older one; return an error that makes the run resume from it.
 
-    Raises the damage, with what to do, if there is none. Every rank must call this.
+    Raises `DamagedFile` if there is no older one. Every rank must call this.
     """
-    own = complete(checkpoints) if checkpoint.parent == checkpoints else []
+    own = list_complete(checkpoints) if checkpoint.parent == checkpoints else []
     older = [path.name for path in own if path.name < checkpoint.name]
-    ranks.wait_for_all()  # before one of them renames what the others list
+    ranks.barrier()  # before one of them renames what the others list
     if not older:
         fix = "There is no checkpoint before it: restore it from a copy, or start the run again with --clean."
         raise DamagedFile(f"the checkpoint is damaged: {damage.fact}", file=damage.file, fix=fix) from damage
     kept = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    if ranks.first:
+    if ranks.is_first:
         shutil.rmtree(kept, ignore_errors=True)
         os.replace(checkpoint, kept)
         sync(checkpoint.parent)
-    ranks.wait_for_all()
+    ranks.barrier()
     return Repaired(f"{damage}. The run continues from {older[-1]}; {kept} has the damaged checkpoint")
 
 

@@ -154,7 +154,7 @@ class DpoTrainer(SftTrainer):
                 return
             reference.add(samples, totals)
             done += len(examples)
-        learner.ranks.write_directory(directory, reference.write if learner.ranks.first else lambda draft: None)
+        learner.ranks.write_directory(directory, reference.write if learner.ranks.is_first else lambda draft: None)
         self.reference = reference
 
     def _complete(self, samples: list[Sample]) -> list[Sample] | None:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MODEL, OPTIMIZER, REFERENCE = "model.", "optimizer.", "reference."
+MODEL_PREFIX, OPTIMIZER_PREFIX, REFERENCE_PREFIX = "model.", "optimizer.", "reference."
 """Prefixes of tensor names in a checkpoint."""
 
 
@@ -82,22 +82,22 @@ class Learner:
         start = starting_point(checkpoints, resume)
         if start is not None:
             self._read_undamaged(partial(checkpoint.read_state, start), start)
-        self.ranks.wait_for_all()  # before one of them changes the directory that the others read
-        kept = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
-        self.checkpoints = Checkpoints(checkpoints, self.ranks, **kept)
+        self.ranks.barrier()  # before one of them changes the directory that the others read
+        retention = config.ckpt.model_dump(include={"keep_last", "permanent_interval"})
+        self.checkpoints = Checkpoints(checkpoints, self.ranks, **retention)
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if self.ranks.device.type == "cuda" else "float32"
-        same = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
-        same |= {"activation_checkpointing", "activation_offload"}
+        model_keys = {"attention", "compile", "lm_head_fp32", "lm_head_chunk"}
+        model_keys |= {"activation_checkpointing", "activation_offload"}
         adapter, optim, latents = config.lora, config.optim, config.model.latents
-        # A checkpoint of an adapter lacks its base, and one of all parameters the start that a reference is.
+        # A checkpoint of an adapter lacks the base model, and no checkpoint has the start of the run, the reference.
         from_start = start is None or adapter is not None or reference is not None
         self.model = PackedModel(
-            model_directory(config.model.name) if start is None or from_start else start / checkpoint.MODEL,
+            model_directory(config.model.name) if start is None or from_start else start / checkpoint.MODEL_DIR,
             self.ranks,
             dtype=getattr(torch, dtype),
-            **config.model_dump(include=same),
+            **config.model_dump(include=model_keys),
             memory=None if config.memory_gb is None else int(config.memory_gb * 1e9),
             training_bytes=4 + (0 if optim.offload_state else optim.state_bytes) + (0 if reference is None else 4),
             engines=engines,
@@ -124,39 +124,43 @@ class Learner:
         self.step = TrainStep(self.model, self.optimizer, losses, rows, self.reference, unit_size=unit_size)
 
     def _read_undamaged(self, read: Callable[[], T], start: Path) -> T:
-        """Read a part of a checkpoint; if it is damaged for one rank, all raise what `checkpoint.set_aside` gives."""
+        """Return the result of `read`; if the checkpoint is damaged for a rank, set it aside and raise on all ranks."""
         try:
             return self.ranks.agree_on_damage(read)
         except DamagedFile as damage:
             raise checkpoint.set_aside(damage, start, self._directory, self.ranks) from damage
 
     def _load(self, start: Path) -> TrainState:
-        """Load a checkpoint, written by any number of ranks."""
-        files = start / checkpoint.MODEL
+        """Load a checkpoint, written by any number of ranks; return its state."""
+        files = start / checkpoint.MODEL_DIR
         saved = _describe_adapter(read_config(files / CONFIG) if is_adapter(files) else None)
         if saved != (own := _describe_adapter(self.model.adapter)):
             fix = "Resume with the settings that it was saved with."
             raise ResumeError(f"{start} was saved with {saved}, but this run has {own}", key="lora", fix=fix)
         names = self._read_undamaged(partial(checkpoint.saved_names, start), start)
-        model = prefixed(MODEL, self.model.learned())
-        state = prefixed(OPTIMIZER, self.optimizer.empty_state([name.removeprefix(OPTIMIZER) for name in names]))
+        model = add_prefix(MODEL_PREFIX, self.model.trained_tensors())
+        state = add_prefix(
+            OPTIMIZER_PREFIX, self.optimizer.empty_state([name.removeprefix(OPTIMIZER_PREFIX) for name in names])
+        )
         reference = {name: tensor for name, tensor in self._saved_reference().items() if name in names}
-        if unused := sorted(n for n in names if n not in model and n not in state and not n.startswith(REFERENCE)):
+        if unused := sorted(
+            n for n in names if n not in model and n not in state and not n.startswith(REFERENCE_PREFIX)
+        ):
             fact = f"the checkpoint has {unused[0]}, which this run does not use: it is of another model or optim.type"
             fix = "Resume with the model and the optim.type that it was saved with."
             raise ResumeError(fact, key="--resume", value=start, fix=fix)
         self._read_undamaged(partial(checkpoint.load_tensors, start, {**model, **state, **reference}), start)
-        self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER): value for name, value in state.items()})
+        self.optimizer.load_state_tensors({name.removeprefix(OPTIMIZER_PREFIX): value for name, value in state.items()})
         if self.reference is not None and self.reference.every is not None and not reference:
             log.warning("%s has no reference policy: until the next multiple of `every` it is the checkpoint", start)
             self.reference.copy_parameters()
         return checkpoint.read_state(start)
 
     def _saved_reference(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the reference that a checkpoint contains: the start of a run is loaded from there."""
+        """Return the reference's tensors for a checkpoint; none if the start of the run can be loaded again."""
         if self.reference is None or self.reference.every is None:
             return {}
-        return prefixed(REFERENCE, self.reference.tensors)
+        return add_prefix(REFERENCE_PREFIX, self.reference.tensors)
 
     @property
     def version(self) -> Version:
@@ -202,7 +206,7 @@ class Learner:
             self.state.skipped_steps += self.optimizer.skipped - skipped
             problem = self._skipped.record(self.state.step, result.grad_norm, result.metrics.get("loss", math.nan))
             if problem is not None:
-                self.checkpoints.finish(wait=True)  # one that is still being written is from before them
+                self.checkpoints.finish(wait=True)  # it may still be written, and is older than the skipped updates
                 raise Failure(f"{problem}. A resumed run continues after step {self._saved_step}")
         return result
 
@@ -212,7 +216,7 @@ class Learner:
         for sample in samples:
             digest.update(sample.token_ids.tobytes())
         number = int.from_bytes(digest.digest())
-        if self.ranks.any(number != self.ranks.most(number)):
+        if self.ranks.any(number != self.ranks.max(number)):
             fix = "Make the environment's data deterministic across processes (the order of a set is not)."
             raise BadInput(f"the ranks have different examples for step {self.state.step + 1}", key="data", fix=fix)
 
@@ -246,12 +250,12 @@ class Learner:
         return self.state.step > self._saved_step
 
     def plan_checkpoints(self, others: int = 0) -> int:
-        """Decide how checkpoints are written; return the bytes of host memory that it takes on this rank.
+        """Decide how checkpoints are written; return the bytes of host memory that this takes on this rank.
 
-        `others`: bytes that will be allocated besides.
+        `others`: bytes of host memory that other parts will allocate.
         """
         optim = self.config.optim
-        trained = sum(shard.local.numel() for shard in local_shards(self.model.learned()))
+        trained = sum(shard.local.numel() for shard in local_shards(self.model.trained_tensors()))
         free = free_memory() - others
         if optim.offload_state and not self.optimizer.state_tensors():
             free -= trained * optim.state_bytes  # allocated by the first step
@@ -260,20 +264,20 @@ class Learner:
 
     def begin_checkpoint(self) -> None:
         """Start to save the current state, which may change after the return."""
-        model, state = self.model.learned(), self.optimizer.state_tensors()
-        tensors = prefixed(MODEL, model) | prefixed(OPTIMIZER, state) | self._saved_reference()
+        model, state = self.model.trained_tensors(), self.optimizer.state_tensors()
+        tensors = add_prefix(MODEL_PREFIX, model) | add_prefix(OPTIMIZER_PREFIX, state) | self._saved_reference()
         self.checkpoints.begin(tensors, self.model.write_files, self.state)
         self._saved_step = self.state.step
 
     def save_final_model(self, path: Path, published: Path | None = None) -> None:
-        """Write the model with a merged adapter, if any and unless configured, and the adapter itself next to it.
+        """Write the final model; with an adapter, the merged model unless disabled, and the adapter next to it.
 
         `published`: files of the same model, if there are any on the same disk; they are linked, not written again.
         """
         if published is not None and self.model.adapter is None:
-            if self.ranks.first:
+            if self.ranks.is_first:
                 link_tree(published, path, without=MARKER)
-            self.ranks.wait_for_all()
+            self.ranks.barrier()
         elif self.config.lora is None or self.config.lora.save_merged:
             self.ranks.write_directory(path, partial(self.model.save, dtype=self.model.dtype))
         if self.model.adapter is not None:
@@ -297,7 +301,7 @@ def _describe_adapter(adapter: AdapterConfig | None) -> str:
     return f"an adapter of {size} of {', '.join(targets)} of {adapter.base_model_name_or_path}"
 
 
-def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def add_prefix(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
@@ -318,7 +322,7 @@ class Stopwatch:
         return time.perf_counter() - self._started
 
 
-ADVICE = (
+NAN_ADVICE = (
     "If the loss grew before them, try a smaller optim.lr, more scheduler.warmup_steps or a smaller "
     'optim.max_grad_norm; otherwise model.dtype = "float32", and look for a division by 0, the logarithm of 0 or an '
     "overflow in your own losses and advantages"
@@ -356,7 +360,8 @@ class SkippedUpdates:
         return (
             f"the gradients of {steps} were not finite, so their updates were skipped, and max_skipped_updates = "
             f"{self._limit} ends the run. Their norms were {_format_values(self._norms)}, the losses "
-            f"{_format_values(self._losses)}; {self._before}. {ADVICE}. To continue anyway, raise max_skipped_updates"
+            f"{_format_values(self._losses)}; {self._before}. {NAN_ADVICE}. "
+            "To continue anyway, raise max_skipped_updates"
         )
 
 
@@ -369,17 +374,17 @@ def _format_values(values: Sequence[float]) -> str:
 def export(
     source: Path, target: Path, dtype: str = "auto", *, adapter_only: bool = False, trust_remote_code: bool = False
 ) -> None:
-    """Write the model of a complete checkpoint; dtype `auto` is that of the model before training.
+    """Write the model of a complete checkpoint to `target`; dtype `auto` is that of the model before training.
 
     An adapter is merged into its base model, or with `adapter_only` written by itself.
     """
     checkpoint.read_state(source)
-    files = source / checkpoint.MODEL
+    files = source / checkpoint.MODEL_DIR
     if adapter_only and not is_adapter(files):
         raise BadInput("has no adapter: the run trained all parameters", key="--adapter", value=source)
-    with_gates = any(is_gate(name.removeprefix(MODEL)) for name in checkpoint.saved_names(source))
+    with_gates = any(is_gate(name.removeprefix(MODEL_PREFIX)) for name in checkpoint.saved_names(source))
     model = _exported_model(files, trust_remote_code, LatentParams() if with_gates else None)
-    checkpoint.load_tensors(source, prefixed(MODEL, model.learned()))
+    checkpoint.load_tensors(source, add_prefix(MODEL_PREFIX, model.trained_tensors()))
     if adapter_only:
         write_directory(target, model.save_for_engine)
         return

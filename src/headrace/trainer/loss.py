@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Metrics = dict[str, "tuple[Tensor, Tensor]"]
-"""Sum and count by name."""
-TAKEN_METRICS = {"loss", "entropy"}
+"""Sum and count of each metric by name."""
+RESERVED_METRICS = {"loss", "entropy"}
 """Metrics that the step reports itself; a loss must use other names."""
 
 
@@ -60,8 +60,9 @@ class PackedInputs(LossInputs):
 
 @dataclass(frozen=True)
 class LossOutputs:
+    """The result of a loss: a sum over its member tokens, and metrics."""
+
     loss: Tensor
-    """A sum over members."""
     metrics: Metrics = field(default_factory=dict)
     masked: Tensor | None = None
     """Per token, whether the loss masked, clipped or capped it, for `headrace tokens`. None: not reported."""
@@ -71,8 +72,8 @@ Loss = Callable[[PackedInputs], LossOutputs]
 
 
 def ce_loss(inputs: LossInputs) -> LossOutputs:
-    """Return the cross-entropy with the token itself as the label."""
-    nll = -of_members(inputs.trainer_logprobs, inputs)
+    """Return the negative log-likelihood of the tokens."""
+    nll = -zero_others(inputs.trainer_logprobs, inputs)
     return LossOutputs(weighted_sum(nll, inputs), {"ce/nll": masked_mean(nll, inputs.loss_mask)})
 
 
@@ -90,11 +91,13 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
 
 
 def k2_loss(inputs: LossInputs, ratio: bool = False) -> LossOutputs:
+    """Return the penalty (t - ref)**2 / 2; `ratio` multiplies it by rho."""
     gap = _reference_gap(inputs)
     return _penalty("k2", gap**2 / 2, inputs, ratio)
 
 
 def k3_loss(inputs: LossInputs, ratio: bool = False) -> LossOutputs:
+    """Return the penalty exp(ref - t) - (ref - t) - 1; `ratio` multiplies it by rho."""
     gap = _reference_gap(inputs)
     return _penalty("k3", gap.expm1() - gap, inputs, ratio)
 
@@ -103,7 +106,7 @@ def _reference_gap(inputs: LossInputs) -> Tensor:
     if inputs.ref_logprobs is None:
         raise ValueError("tokens have k2_weights or k3_weights but no kl_logprobs")
     # Masked first: other tokens may have no logprob of the reference, and NaN would reach the gradient.
-    return of_members(inputs.ref_logprobs - inputs.trainer_logprobs, inputs)
+    return zero_others(inputs.ref_logprobs - inputs.trainer_logprobs, inputs)
 
 
 def _penalty(name: str, per_token: Tensor, inputs: LossInputs, ratio: bool) -> LossOutputs:
@@ -130,7 +133,7 @@ def masked_ratio_loss(inputs: LossInputs, credit: Tensor, masked: Tensor, kl_tau
 
 def clipped_ratio_loss(inputs: LossInputs, log_ratio: Tensor, eps_low: float, eps_high: float) -> LossOutputs:
     """Return -min(ratio * A, clip(ratio) * A). The clipped side, where it is the smaller, has no gradient."""
-    advantages, ratio = of_members(inputs.advantages, inputs), log_ratio.detach().exp()
+    advantages, ratio = zero_others(inputs.advantages, inputs), log_ratio.detach().exp()
     too_low = (advantages < 0) & (ratio < 1 - eps_low)
     too_high = (advantages > 0) & (ratio > 1 + eps_high)
     clipped = too_low | too_high
@@ -154,11 +157,12 @@ def _credited_ratio(credit: Tensor, log_ratio: Tensor, keep: Tensor) -> Tensor:
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:
-    return of_members(inputs.trainer_logprobs - inputs.inference_logprobs, inputs)
+    """Return l = t - i, 0 for tokens that are not members."""
+    return zero_others(inputs.trainer_logprobs - inputs.inference_logprobs, inputs)
 
 
-def of_members(values: Tensor, inputs: LossInputs) -> Tensor:
-    """Return the values of members, 0 for other tokens, so that their values do not reach the gradient."""
+def zero_others(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Return the values with 0 for tokens that are not members, so that those do not reach the gradient."""
     return values.where(inputs.loss_mask, 0.0)
 
 
@@ -170,11 +174,12 @@ def mean_of_sequence(values: Tensor, inputs: PackedInputs) -> Tensor:
 
 
 def probability_difference(inputs: LossInputs) -> Tensor:
+    """Return d = exp(t) - exp(i), without a gradient."""
     return inputs.trainer_logprobs.detach().exp() - inputs.inference_logprobs.exp()
 
 
 def _mismatch(log_ratio: Tensor) -> Tensor:
-    """Return an estimate of the divergence between trainer and engine that is never negative."""
+    """Return the k3 estimate of the divergence between trainer and engine, which is never negative."""
     return (log_ratio.exp() - log_ratio - 1).detach()
 
 
@@ -185,8 +190,9 @@ def mismatch_kl(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 def weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
     if inputs.loss_weights is not None:
         per_token = per_token * inputs.loss_weights
-    return of_members(per_token, inputs).sum()
+    return zero_others(per_token, inputs).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the masked values as their sum and count."""
     return values.detach().where(mask, 0).sum(), mask.sum()

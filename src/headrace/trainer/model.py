@@ -225,7 +225,7 @@ class PackedModel:
         stored = self.module.state_dict().keys()
         return parameters | {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
 
-    def learned(self) -> dict[str, torch.Tensor]:
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
         """Return the trained tensors, which a checkpoint contains: with an adapter only its tensors."""
         return self.tensors() if self.adapter is None else {n: p.detach() for n, p in self.named_parameters().items()}
 
@@ -240,8 +240,8 @@ class PackedModel:
         if self.adapter is None:
             self.save(directory, self.dtype)
             return
-        trained = {name: whole(tensor) for name, tensor in self.learned().items()}
-        if self.ranks.first:
+        trained = {name: whole(tensor) for name, tensor in self.trained_tensors().items()}
+        if self.ranks.is_first:
             write_adapter(directory, Adapter(self.adapter, adapter_layers(trained)))
             write_gates(directory, trained)
 
@@ -250,15 +250,15 @@ class PackedModel:
 
         An adapter is merged into the base model.
         """
-        if self.ranks.first:
+        if self.ranks.is_first:
             self.files.write(directory, dtype)
-        self.ranks.wait_for_all()
+        self.ranks.barrier()
         merge = partial(merged_parameters, scaling=1.0 if self.adapter is None else self.adapter.scaling)
         tensors = self.tensors()
         gates = {name: whole(tensor) for name, tensor in tensors.items() if is_gate(name)}
         others = {name: tensor for name, tensor in tensors.items() if name not in gates}
         write_tensors(directory, self.module, others, dtype, self.ranks, merge)
-        if self.ranks.first:
+        if self.ranks.is_first:
             write_gates(directory, gates)
 
     def _make_plan(self) -> MemoryPlan:
@@ -282,7 +282,7 @@ class PackedModel:
             if self._engines is not None:
                 available = min(available, total - self._engines.reserved_bytes(self.module.num_parameters(), total))
             limit = int(USED_SHARE_OF_FREE * available)
-        limit = -self.ranks.most(-limit)
+        limit = -self.ranks.max(-limit)
         compute_bytes = self.dtype.itemsize
         # Trained experts in the compute type, and the largest gradient of a stack before it is added.
         copies = 0 if self.compiles or self.dtype == torch.float32 else compute_bytes * sum(experts)

@@ -79,10 +79,10 @@ def write_tensors(
         writer.finish()
         writer.path.chmod(0o644)  # an engine may run as another user
     if ranks.size > 1:
-        ranks.wait_for_all()
-        if ranks.first:
+        ranks.barrier()
+        if ranks.is_first:
             _write_index(directory)
-        ranks.wait_for_all()
+        ranks.barrier()
 
 
 def meta_tensors(tensors: Tensors) -> Tensors:

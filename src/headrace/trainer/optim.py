@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules. A gradient that is not finite is never applied.
 
-An update rule makes torch optimizers for parameters by name. Every rule treats each parameter separately, so that its
+An update rule returns torch optimizers for parameters by name. Every rule treats each parameter separately, so that its
 state can be saved and moved to the GPU by parameter. One learning rate serves all, since Muon's updates have the scale
-of AdamW's; only parameters that are added to a model have their own.
+of AdamW's; only gates, which are added to a model, have their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Parameters = dict[str, Parameter]
 UpdateRule = Callable[[Parameters], list[torch.optim.Optimizer]]
 
 SLAB_BYTES = 1 << 30
-"""The least size of a slab of host memory."""
+"""Minimum size of a slab of host memory."""
 ALIGNMENT_BYTES = 256
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero, for small singular values
 
@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters with two dimensions, or three for a stack of matrices: an orthogonalized momentum update.
 
         m = momentum * m + (1 - momentum) * g,    u = momentum * m + (1 - momentum) * g  (Nesterov; else m)
-        p = (1 - lr * weight_decay) * p - lr * 0.2 * sqrt(max(rows, columns)) * orthogonal(u)
+        p = (1 - lr * weight_decay) * p - lr * 0.2 * sqrt(max(rows, columns)) * orthogonalize(u)
 
     The scale gives an update the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training"). torch.optim.Muon is
     not used because it iterates in bfloat16 on CPUs, too (20 seconds a step for the tiny model), and does not support
@@ -57,7 +57,9 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                update = orthogonal(self._momentum(parameter, group["momentum"], group["nesterov"]), group["ns_steps"])
+                update = orthogonalize(
+                    self._momentum(parameter, group["momentum"], group["nesterov"]), group["ns_steps"]
+                )
                 scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * scale)
@@ -72,10 +74,10 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum) if nesterov else buffer
 
 
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return about U V^T of a matrix U S V^T, by Newton-Schulz iterations that move singular values near 1."""
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return an approximation of U V^T for a matrix U S V^T: Newton-Schulz iterations move singular values near 1."""
     if isinstance(matrix, DTensor):  # a shard has other singular values
-        full = orthogonal(matrix.full_tensor(), steps)
+        full = orthogonalize(matrix.full_tensor(), steps)
         replicated = [Replicate()] * matrix.device_mesh.ndim
         return DTensor.from_local(full, matrix.device_mesh, replicated).redistribute(placements=matrix.placements)
     a, b, c = _COEFFICIENTS
@@ -114,15 +116,15 @@ def muon(
     parameters: Parameters, *, hidden: Collection[str], weight_decay: float = 0.0, **settings: Any
 ) -> list[torch.optim.Optimizer]:
     """Return Muon for the `hidden` matrices and AdamW, with `betas` and `eps`, for the rest."""
-    of_adamw = {key: settings.pop(key) for key in ("betas", "eps") if key in settings}
+    adamw_settings = {key: settings.pop(key) for key in ("betas", "eps") if key in settings}
     matrices = [parameter for name, parameter in parameters.items() if name in hidden]
     rest = {name: parameter for name, parameter in parameters.items() if name not in hidden}
     own = [Muon(matrices, lr=0.0, weight_decay=weight_decay, **settings)] if matrices else []
-    return [*own, *adamw(rest, weight_decay=weight_decay, **of_adamw)]
+    return [*own, *adamw(rest, weight_decay=weight_decay, **adamw_settings)]
 
 
 def update_rule(kind: str, module: torch.nn.Module, **settings: Any) -> UpdateRule:
-    """Return the rule of a config's `optim.type` with its settings bound."""
+    """Return the update rule of an `optim.type` with its settings bound."""
     if kind == "muon":
         settings["hidden"] = hidden_matrices(module)
     rules: dict[str, Callable[..., list[torch.optim.Optimizer]]] = {"adamw": adamw, "muon": muon, "sgd": sgd}
@@ -149,12 +151,12 @@ class HostArena:
         self._pinned = pinned
         self._copies: dict[Hashable, Tensor] = {}
         self._free: list[Tensor] = []
-        """Rows of bytes that are not used."""
+        """The unused end of each slab."""
         self.slab_bytes = 0
         """Bytes of all slabs."""
 
     def copy(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """Copy a tensor asynchronously, in the order of the GPU's current stream."""
+        """Return a copy of a tensor in host memory, made asynchronously in the order of the GPU's current stream."""
         if isinstance(tensor, DTensor):  # a view of a slab cannot be one
             return tensor.to("cpu", non_blocking=True)
         if key not in self._copies:
@@ -189,7 +191,7 @@ class Optimizer:
         offload_state: bool = False,
         lr_factors: Mapping[str, float] | None = None,
     ) -> None:
-        """`lr_factors`: by name, of parameters whose learning rate is a multiple of that of the others."""
+        """`lr_factors`: by parameter name, the multiple of the learning rate; 1 for parameters that are not in it."""
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
         self.skipped = 0
         self._offloads = offload_state and any(p.device.type != "cpu" for p in parameters.values())
@@ -219,10 +221,10 @@ class Optimizer:
         else:
             self.skipped += 1
             log.warning("the gradient norm is %s: this update is skipped (%d skipped so far)", value, self.skipped)
-        self.discard()
+        self.zero_grad()
         return value
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         """Clear the accumulated gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -247,7 +249,7 @@ class Optimizer:
                 state = {key: adam8bit.empty_state(parameter, key) for key in keys}
             else:
                 state = {key: torch.zeros(()) if key == "step" else torch.zeros_like(parameter) for key in keys}
-            if self._offloads:  # at once: the GPU may have no room for the state of all parameters
+            if self._offloads:  # one parameter at a time: the GPU may have no room for the state of all
                 state = self._to_host(parameter, state)
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
         if self._offloads:

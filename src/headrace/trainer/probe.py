@@ -33,7 +33,7 @@ def write_probe(
     logprobs = {TRAINER_LOGPROBS: sampled_logprobs(model, samples)}
     if model.routing.mode != "off" and all(ROUTES in sample.streams for sample in samples):
         logprobs[REPLAYED_LOGPROBS] = sampled_logprobs(model, samples, follow_routes=True)
-    if model.ranks.first:
+    if model.ranks.is_first:
         entries = []
         for number, entry in enumerate(chosen):
             mask = np.zeros(len(entry.sample), np.bool_)

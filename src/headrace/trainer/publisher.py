@@ -47,14 +47,14 @@ class Publisher:
         lasting_every: int | None = None,
     ) -> None:
         self._weights, self._model, self._lasting_every = weights, model, lasting_every
-        self._first = model.ranks.first
+        self._is_first = model.ranks.is_first
         if model.adapter is not None:
             host = None
         self._linked = host is not None
         self._sender: WeightsSender | None = None
         self.host_bytes = 0
         """Bytes of this rank's host memory for the versions that it serves."""
-        if host is not None and self._first:
+        if host is not None and self._is_first:
             self._sender = WeightsSender(host, port, device=model.device, carrier=carrier)
             self.host_bytes = PUBLISHED_COPIES * self._size()
             if shared or carrier == "ipc":
@@ -75,7 +75,7 @@ class Publisher:
         durable = self.must_last(version)
         if self._linked and not (lasting or durable):
             self._offer(version)
-        elif self._first:
+        elif self._is_first:
             self._weights.publish(version, self._model.save_for_engine, durable=durable)
         else:
             self._model.save_for_engine(self._weights.draft(version))
@@ -86,7 +86,7 @@ class Publisher:
 
     def retire(self, keep_last: int, kept_steps: Collection[int] = ()) -> None:
         """Delete versions that no engine needs any more."""
-        if not self._first:
+        if not self._is_first:
             return
         self._weights.retire(keep_last, kept_steps)
         if self._sender is not None:
@@ -100,7 +100,7 @@ class Publisher:
     def _offer(self, version: Version) -> None:
         """Publish the current weights as `version` over the link; every rank takes part in gathering them."""
         model = self._model
-        layers = whole_layers(model.module, model.tensors(), model.dtype, keeper=0 if self._first else None)
+        layers = whole_layers(model.module, model.tensors(), model.dtype, keeper=0 if self._is_first else None)
         tensors = (pair for layer in layers for pair in layer.items())  # gathered one layer at a time
         if self._sender is None:
             deque(tensors, maxlen=0)  # takes part in gathering
@@ -125,7 +125,7 @@ class Publisher:
 
 def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
     """After a restart, choose a new incarnation and publish the loaded version under it; before, if it must last."""
-    published = run.weights.published() if learner.ranks.first else []
+    published = run.weights.published() if learner.ranks.is_first else []
     seen = [version.incarnation for version in published]
     if not resuming and seen:
         fact = "the run already has published weights"
@@ -135,13 +135,13 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
     acknowledged = run.weights.acknowledged() if resuming else None
     if acknowledged is not None and acknowledged.step:  # the launcher may have deleted the version itself
         seen.append(acknowledged.incarnation)
-    incarnation = learner.ranks.most(1 + max(seen, default=-1))
+    incarnation = learner.ranks.max(1 + max(seen, default=-1))
     if not incarnation:
         if publisher.must_last(learner.version):
             publisher.publish(learner.version)
         return
     learner.state.incarnation = incarnation
-    if learner.ranks.first:
+    if learner.ranks.is_first:
         run.batches.delete_through(learner.state.step)
         run.weights.sweep()
     # The last version must be available after this process has ended.

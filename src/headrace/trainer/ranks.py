@@ -6,16 +6,15 @@ group always exists, so that one rank and several run the same code; with one ra
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace.machine import interface_address
 from headrace.rollout.schema import DamagedFile
 from headrace.transport.digests import write_digests
 from headrace.transport.files import draft_of, write_directory
@@ -56,7 +56,7 @@ class Ranks:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is rank 0, which writes metrics and status."""
         return self.index == 0
 
@@ -64,18 +64,18 @@ class Ranks:
         return init_device_mesh(self.device.type, (self.size,))
 
     def sum(self, values: Sequence[int]) -> list[int]:
-        """Return the sum of each number over all ranks."""
+        """Return the sum of each number over all ranks, the same on every rank."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
-    def most(self, value: int) -> int:
-        """Return the largest value over all ranks."""
+    def max(self, value: int) -> int:
+        """Return the largest value over all ranks, the same on every rank."""
         return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def any(self, condition: bool) -> bool:
         """Return whether the condition holds on any rank, the same on every rank."""
-        return bool(self.most(int(condition)))
+        return bool(self.max(int(condition)))
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor in place by sum; return it."""
         if self.size > 1:
             dist.all_reduce(values)
@@ -95,7 +95,7 @@ class Ranks:
         return values  # type: ignore[return-value]
 
     def agree_on_damage(self, read: Callable[[], T]) -> T:
-        """Return what `read` returns on this rank; raise on all ranks if it finds a damaged file on one of them."""
+        """Return the result of `read` on this rank; raise on all ranks if one of them has a damaged file."""
         result: T | None = None
         damage: DamagedFile | None = None
         try:
@@ -103,26 +103,26 @@ class Ranks:
         except DamagedFile as error:
             damage = error
         if self.any(damage is not None):
-            raise next(found for found in self.gather(damage) if found is not None)
+            raise next(each for each in self.gather(damage) if each is not None)
         return cast(T, result)
 
-    def wait_for_all(self) -> None:
-        self.most(0)
+    def barrier(self) -> None:
+        self.max(0)
 
     def write_directory(self, final: Path, fill: Callable[[Path], None]) -> None:
         """Call `fill` on every rank to write its files into one directory, which is then published atomically."""
 
-        def together(draft: Path) -> None:
-            self.wait_for_all()  # the first rank has created it
+        def write(draft: Path) -> None:
+            self.barrier()  # the first rank has created it
             fill(draft)
-            self.wait_for_all()
-            if self.first:
+            self.barrier()
+            if self.is_first:
                 write_digests(draft)
 
-        if self.first:
-            write_directory(final, together)
+        if self.is_first:
+            write_directory(final, write)
         else:
-            together(draft_of(final))
+            write(draft_of(final))
 
     def _reduce(self, values: Sequence[int], how: dist.ReduceOp.RedOpType) -> list[int]:
         if self.size == 1:
@@ -132,7 +132,7 @@ class Ranks:
         return [int(value) for value in tensor.tolist()]
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Destroy the process group at the end of the process, which NCCL requires."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -143,8 +143,6 @@ TORCH_KILL_DELAY_S = 10
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of a network interface."""
 
 
 class RankExit(NamedTuple):
@@ -167,8 +165,8 @@ def run_ranks(ranks: int, arguments: Sequence[str], node: Node | None = None) ->
     """Run `headrace ARGUMENTS` on `ranks` ranks of this host until the last has ended; return the exit code.
 
     Like the `torchrun` command, except for the exit code: the launcher of a run restarts a process that was killed by a
-    signal, but not one that failed with an error. So this process ends as its ranks did. Hosts have fixed indices, so
-    that each rank reads the same data as on one host.
+    signal, but not one that failed with an error, so this process ends in the same way as its ranks. Hosts have fixed
+    indices, so that each rank reads the same data as on one host.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -177,7 +175,7 @@ def run_ranks(ranks: int, arguments: Sequence[str], node: Node | None = None) ->
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log their errors
     if node is not None:
-        use_interface_towards(node.rendezvous)
+        choose_network_interface(node.rendezvous)
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as scratch:
         config = LaunchConfig(
             min_nodes=1 if node is None else node.count,
@@ -204,21 +202,18 @@ def run_ranks(ranks: int, arguments: Sequence[str], node: Node | None = None) ->
     return code
 
 
-def use_interface_towards(rendezvous: str) -> None:
-    """Make collectives use the network interface of the route to an IPv4 address, unless one is configured.
+def choose_network_interface(rendezvous: str) -> None:
+    """Set the network interface of collectives to that of the route to an IPv4 address, unless one is configured.
 
     Gloo would use the address of this host's name, which is often a loopback address.
     """
     host, port = rendezvous.rsplit(":", 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
-            except OSError:  # it has no IPv4 address
-                continue
-            if found == own:
+        own = probe.getsockname()[0]
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # an interface without an IPv4 address
+            if interface_address(name) == own:
                 for variable in INTERFACE_VARIABLES:
                     os.environ.setdefault(variable, name)
                 return

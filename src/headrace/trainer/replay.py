@@ -1,4 +1,4 @@
-"""Steps of an RL run again: the run's own learner on its batches. No file of the run is written."""
+"""Replay of steps of an RL run: the run's own learner on its batches. No file of the run is written."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from headrace.config.trainer import TrainerConfig
 from headrace.rollout.batch import Batch
 from headrace.trainer.learner import Learner
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 from headrace.trainer.step import StepResult
 from headrace.trainer.token_table import token_table
 from headrace.trainer.tokens import MicroBatchTrace
 
-NEVER = 1 << 62
-"""Skipped updates after which a replay ends: the step that ended a run is replayed, too."""
+NO_LIMIT = 1 << 62
+"""Skipped updates after which a replay ends: a step that ended the run is replayed, too."""
 
 
 class TracedStep(NamedTuple):
@@ -32,7 +32,7 @@ class TracedStep(NamedTuple):
     """Member tokens of each loss component."""
     micro_batches: list[MicroBatchTrace]
     gradient_norms: dict[str, float]
-    """Of each trained parameter, before clipping."""
+    """Gradient norm of each trained parameter, before clipping."""
 
 
 class Replay:
@@ -42,9 +42,9 @@ class Replay:
         """`scratch`: an empty folder for what `save` writes; `threads`: CPU threads of the run, if that is known."""
         if threads is not None and threads <= (os.cpu_count() or 1):
             torch.set_num_threads(threads)  # sums in the same order
-        config = config.model_copy(update={"max_skipped_updates": NEVER})
+        config = config.model_copy(update={"max_skipped_updates": NO_LIMIT})
         resume = None if start is None else str(start)
-        self.learner = Learner(config, losses(config), scratch, resume, reference=config.reference)
+        self.learner = Learner(config, make_losses(config), scratch, resume, reference=config.reference)
 
     def train(self, batch: Batch) -> dict[str, float]:
         """Train on the next batch; return the metrics of the step."""
@@ -75,7 +75,7 @@ class Replay:
         return result, self.learner.metrics(result, lr, seconds=1.0)
 
     def save(self) -> Path:
-        """Write a checkpoint of the present state; return it."""
+        """Write a checkpoint of the current state; return its path."""
         self.learner.begin_checkpoint()
         self.learner.checkpoints.finish(wait=True)
         return self.learner.checkpoints.directory / f"step-{self.learner.state.step:08d}"

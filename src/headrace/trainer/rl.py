@@ -68,7 +68,7 @@ class RlTrainer:
         status.set("loading model")
         loading = time.monotonic()
         self.learner = learner = Learner(
-            config, losses(config), run.checkpoints, resume, engines=engines, reference=config.reference
+            config, make_losses(config), run.checkpoints, resume, engines=engines, reference=config.reference
         )
         log.info("model and optimizer loaded in %.1f s", time.monotonic() - loading)
         weights, on_gpu = config.weights, learner.model.device.type == "cuda"
@@ -95,7 +95,7 @@ class RlTrainer:
             published = self.publisher.host_bytes
             pin_ahead(published + learner.plan_checkpoints(published), learner.model.device)
         self.metrics = MetricsLog(run.metrics, "trainer")
-        if learner.ranks.first:
+        if learner.ranks.is_first:
             write_atomically(run.platform, seal(learner.platform))
         self.routers = MetricsLog(run.routers, "trainer", shared=False)
         if learner.model.compiles and on_gpu and learner.state.step < learner.max_steps:
@@ -142,7 +142,7 @@ class RlTrainer:
         self.status.set(f"waiting for batch {step}", step=step - 1, max_steps=self.learner.max_steps)
 
         def exists() -> bool:
-            if ranks.first:
+            if ranks.is_first:
                 self.acknowledgements.check()
             return self.run_dir.batches.exists(step)
 
@@ -155,18 +155,18 @@ class RlTrainer:
         )
 
     def _read_batch(self, step: int) -> Batch:
-        """Read the batch. If it is damaged for one rank, it is set aside, and all ranks raise `Repaired`."""
+        """Return the batch. If it is damaged for one rank, set it aside and raise `Repaired` on all ranks."""
         ranks, batches = self.learner.ranks, self.run_dir.batches
         try:
             return ranks.agree_on_damage(partial(batches.read, step))
         except DamagedFile as damage:
-            if ranks.first:
+            if ranks.is_first:
                 batches.set_aside(step)
             self._finish_checkpoint(wait=True)
             raise Repaired(f"{damage}. It was not trained, and its prompts are sampled again") from damage
 
     def _train_step(self, step: int, batch: Batch) -> StepResult | None:
-        """Train on the batch, write the probe and publish the new version, all but the last; None if stopped."""
+        """Train on the batch, write the probe, and publish the new version unless it is the last; None if stopped."""
         learner, lock, stopped = self.learner, self.device_lock, self.stopped.is_set
         learn = partial(
             learner.learn_batch,
@@ -179,7 +179,7 @@ class RlTrainer:
             if self.alternates:
                 self.watch.lap("time/wait_for_turn")
             self.status.set(f"training step {step}")
-            result = lock.run_with_oom_retry(learn, learner.optimizer.discard, stopped) if is_held else None
+            result = lock.run_with_oom_retry(learn, learner.optimizer.zero_grad, stopped) if is_held else None
             if result is None:
                 return None
             self.watch.lap("time/forward_backward")
@@ -201,13 +201,13 @@ class RlTrainer:
             return
         tokens, limit = self.run_dir.tokens, self.config.token_export.limit
         write_token_table(tokens.path(step), result.trace, batch, self.learner.ranks, limit)
-        if limit is not None and self.learner.ranks.first:
+        if limit is not None and self.learner.ranks.is_first:
             delete_sampled_exports(tokens, keep=(1, step))
         self.watch.lap("time/token_export")
 
     def _record(self, step: int, result: StepResult, lr: float) -> None:
         record = {**self.learner.metrics(result, lr, self.watch.total()), **self.watch.laps}
-        if self.learner.ranks.first:
+        if self.learner.ranks.is_first:
             self.metrics.log(step, {**record, **result.histograms})
             if result.routing:
                 self.routers.log(
@@ -237,13 +237,13 @@ class RlTrainer:
         self.publisher.retire(self.config.keep_weights, kept)
 
     def _finish_checkpoint(self, *, wait: bool) -> None:
-        """Delete the batches that a complete checkpoint covers."""
+        """Complete the checkpoint in progress, if it is written, and delete the batches that it covers."""
         covered = self.learner.checkpoints.finish(wait=wait)
-        if covered is not None and self.learner.ranks.first:
+        if covered is not None and self.learner.ranks.is_first:
             self.run_dir.batches.delete_through(covered)
 
 
-def losses(config: TrainerConfig) -> dict[str, Loss]:
+def make_losses(config: TrainerConfig) -> dict[str, Loss]:
     """Return the loss of each component with its settings bound."""
     ref_kl = partial(ref_kl_loss, **config.ref_kl.model_dump())
     k2, k3 = (partial(loss, ratio=config.kl_ratio) for loss in (k2_loss, k3_loss))

@@ -159,7 +159,7 @@ class RoutingMetrics:
         """Return load, entropy and changed routes of each layer, over all ranks; empty for a model without experts."""
         if self._sums is None:
             return {}
-        sums = ranks.add_up(self._sums).cpu()
+        sums = ranks.all_reduce(self._sums).cpu()
         loads, (entropy, tokens, changed, recorded) = sums[:, :-4], sums[:, -4:].T
         if not tokens.any():
             return {}

@@ -167,7 +167,7 @@ class SftTrainer:
 
     def _record(self, step: int, record: dict[str, float]) -> None:
         loss, speed, last = record["loss"], record["perf/trained_tokens_per_second"], self.learner.max_steps
-        if self.learner.ranks.first:
+        if self.learner.ranks.is_first:
             self.metrics.log(step, record)
         self.status.set(step=step, loss=loss, tokens_per_second=speed)
         if step % LOG_INTERVAL == 0 or step == last:
@@ -179,13 +179,13 @@ class SftTrainer:
         if means is not None:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
             log.info("step %d: validation %s", self.learner.state.step, shown)
-            if self.learner.ranks.first:
+            if self.learner.ranks.is_first:
                 self.metrics.log(self.learner.state.step, {f"val/{name}": value for name, value in means.items()})
 
     def _publish_for_evaluation(self, publisher: Publisher) -> None:
         """Publish a version, unless the last one is not acknowledged yet: training never waits for evaluation."""
         learner, ranks, weights = self.learner, self.learner.ranks, self.run_dir.weights
-        if ranks.any(ranks.first and (weights.acknowledged() is None or bool(weights.unacknowledged()))):
+        if ranks.any(ranks.is_first and (weights.acknowledged() is None or bool(weights.unacknowledged()))):
             log.info("step %d is not evaluated: an earlier evaluation is still running", learner.state.step)
             return
         publisher.publish(learner.version)
@@ -198,7 +198,7 @@ class SftTrainer:
         self.status.set("saving the final model")
         self.learner.save_final_model(self.run_dir.final_model)
         ranks, weights, version = self.learner.ranks, self.run_dir.weights, self.learner.version
-        if self.publisher is None or ranks.any(ranks.first and version in weights.published()):
+        if self.publisher is None or ranks.any(ranks.is_first and version in weights.published()):
             return  # a finished run that was resumed has published it at its start
         acknowledged = wait_until(  # the orchestrator must have read the version that training began with
             lambda: ranks.all(weights.acknowledged() is not None),
@@ -227,7 +227,7 @@ class ForwardPasses:
         bins = pack_for_worker(ranks.index, samples, seq_len, ranks.size, model.cost, unit_size=unit_size)
         self.tokens = StepTokens(bins, unit_size)
         self._groups = self.tokens.cut(max(seq_len, MICRO_BATCH_TOKENS))
-        self.count = ranks.most(len(self._groups))
+        self.count = ranks.max(len(self._groups))
         """Micro-batches, the same on every rank, since they run collectives."""
 
     def run(self, consume: Callable[[MicroBatch, torch.Tensor], None], stopped: Callable[[], bool]) -> bool:
@@ -252,7 +252,7 @@ def sequence_logprobs(
         sequences = np.searchsorted(passes.tokens.starts, batch.scored, side="right") - 1
         totals.index_add_(0, on_device(passes.tokens.sources[sequences], device), logprobs.double())
 
-    return model.ranks.add_up(totals).cpu().numpy() if passes.run(add, stopped) else None
+    return model.ranks.all_reduce(totals).cpu().numpy() if passes.run(add, stopped) else None
 
 
 class Validation:
@@ -291,7 +291,7 @@ class Validation:
 
         if not self._passes.run(add, stopped):
             return None
-        totals = dict(zip(sums, ranks.add_up(torch.stack(list(sums.values()))).tolist(), strict=True))
+        totals = dict(zip(sums, ranks.all_reduce(torch.stack(list(sums.values()))).tolist(), strict=True))
         [count] = ranks.sum([tokens.count(self._component)])
         means = {"loss": totals.pop("loss")[0] / count}
         return means | {

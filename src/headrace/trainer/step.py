@@ -99,10 +99,10 @@ class TrainStep:
         trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
         # Every rank runs the same number of micro-batches, at least one, since they run collectives.
-        total = max(1, self.ranks.most(len(groups)))
+        total = max(1, self.ranks.max(len(groups)))
         for number in range(total):
             if self.ranks.any(stopped()):
-                self.optimizer.discard()
+                self.optimizer.zero_grad()
                 return None
             on_micro_batch(number + 1, total)
             group = groups[number] if number < len(groups) else []
@@ -133,7 +133,7 @@ class TrainStep:
         """Fill in the logprobs of the reference that tokens lack; return False if `stopped`."""
         lacking = tokens.without_reference()
         groups = lacking.cut(row_tokens)
-        total = self.ranks.most(len(groups))
+        total = self.ranks.max(len(groups))
         if total == 0:
             return True
         if self.reference is None:
@@ -157,7 +157,7 @@ class TrainStep:
         (group,) = tokens.cut(len(tokens))
         batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
         self._loss(tokens, batch, counts, {}, _Sums(), None).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.discard()
+        self.optimizer.zero_grad()
 
     def _loss(
         self,
@@ -251,14 +251,14 @@ class _Sums:
         """Return the histograms over all ranks."""
         if self._ratios is None:
             return {}
-        *counts, total = ranks.add_up(self._ratios).tolist()
+        *counts, total = ranks.all_reduce(self._ratios).tolist()
         return {"histogram/ratio": Counts(np.array(counts, np.int64), total).encode()}
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over all ranks, which have the same names, and the total loss."""
         assert isinstance(self.total_loss, Tensor)
-        pairs = ranks.add_up(torch.stack(list(self._pairs.values()))).tolist()
-        loss = ranks.add_up(self.total_loss[None]).item()
+        pairs = ranks.all_reduce(torch.stack(list(self._pairs.values()))).tolist()
+        loss = ranks.all_reduce(self.total_loss[None]).item()
         means: dict[str, float] = {}
         for (name, _), (total, count) in zip(self._pairs, pairs, strict=True):
             if count:

@@ -79,7 +79,7 @@ def write_token_table(directory: Path, trace: TokenTrace, batch: Batch, ranks: R
 
     Every rank must call this, with its own trace and the whole batch.
     """
-    gradient_sum = ranks.add_up(torch.tensor(np.abs(trace.gradients).sum(dtype=np.float64))).item()
+    gradient_sum = ranks.all_reduce(torch.tensor(np.abs(trace.gradients).sum(dtype=np.float64))).item()
     table = token_table(trace, batch, gradient_sum, limit)
 
     def fill(draft: Path) -> None:

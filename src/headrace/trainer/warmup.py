@@ -36,7 +36,7 @@ def warm_up(learner: Learner) -> None:
     except torch.OutOfMemoryError as error:
         if learner.ranks.size > 1:
             raise  # other ranks wait for this one in a collective
-        learner.optimizer.discard()
+        learner.optimizer.zero_grad()
         log.warning("too little memory to compile next to the engine; the first steps will take longer: %s", error)
 
 

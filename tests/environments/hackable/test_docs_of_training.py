@@ -14,7 +14,7 @@ from headrace.cli.main import main
 from headrace.runfile.reading import validate
 from headrace.runfile.run import RunConfig
 from headrace.trainer.loss import PackedInputs
-from headrace.trainer.rl import losses
+from headrace.trainer.rl import make_losses
 
 DOCS = Path(__file__).parents[3] / "docs"
 ALGORITHM = (DOCS / "tutorials/algorithm.md").read_text()
@@ -62,7 +62,7 @@ def test_the_loss_trains_as_the_page_says(config: RunConfig):
         torch.tensor([True, False]),
         sequences=torch.tensor([0, 0]),
     )
-    outputs = losses(config.trainer)["rl"](inputs)
+    outputs = make_losses(config.trainer)["rl"](inputs)
     assert outputs.loss.item() == pytest.approx(math.exp(0.1))
     outputs.loss.backward()
     assert logprobs.grad is not None

@@ -1,4 +1,4 @@
-"""A loss of the user's own."""
+"""The loss of the rl component as a user's function of one sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import Field
 from headrace.config.trainer import LOSSES, LossConfig
 from headrace.errors import BadInput, Failure
 from headrace.imports import load
-from headrace.trainer.loss import TAKEN_METRICS, Loss, LossInputs, LossOutputs, PackedInputs, mismatch_kl
+from headrace.trainer.loss import RESERVED_METRICS, Loss, LossInputs, LossOutputs, PackedInputs, mismatch_kl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class CustomLossConfig(LossConfig):
 
 
 class CustomLoss:
-    """A user's own function of one sequence, `package.module:function`.
+    """Applies a user's function, `package.module:function`, to each sequence and sums the results.
 
     It gets the sequence's trained tokens of all components, in order; `loss_mask` marks the members of this one. It is
     not called for sequences without members. It is called once at the start, with a sequence of one token, since every
@@ -73,7 +73,7 @@ class CustomLoss:
         loss = inputs.trainer_logprobs.new_zeros(())
         sums = {name: (torch.zeros_like(loss), torch.zeros_like(loss)) for name in self._metrics}
         masked = torch.zeros_like(inputs.loss_mask)
-        for place, sequence in _split(inputs):
+        for span, sequence in _split_sequences(inputs):
             outputs = self._function(sequence)
             self._check(outputs, sequence)
             if outputs.metrics.keys() != sums.keys():
@@ -84,7 +84,7 @@ class CustomLoss:
             loss = loss + outputs.loss
             sums = {name: (s + outputs.metrics[name][0], c + outputs.metrics[name][1]) for name, (s, c) in sums.items()}
             if outputs.masked is not None:
-                masked[place] = outputs.masked
+                masked[span] = outputs.masked
         metrics = {"mismatch_kl": mismatch_kl(inputs), **sums}
         return LossOutputs(loss, metrics, masked if self._reports_masked else None)
 
@@ -96,7 +96,7 @@ class CustomLoss:
                 f"loss {self.import_path!r} returned {type(outputs).__name__}: return headrace.trainer.loss.LossOutputs"
             )
         if not isinstance(outputs.loss, torch.Tensor) or outputs.loss.ndim != 0:
-            raise Failure(f"loss {self.import_path!r} returned a loss that is no scalar tensor: return a sum")
+            raise Failure(f"loss {self.import_path!r} returned a loss that is not a scalar tensor: return a sum")
         if torch.is_grad_enabled() and not outputs.loss.requires_grad and outputs.loss != 0:
             file = getattr(sys.modules.get(self.import_path.partition(":")[0]), "__file__", None)
             raise Failure(
@@ -109,20 +109,20 @@ class CustomLoss:
                 f"loss {self.import_path!r} returned {tuple(outputs.masked.shape)} as `masked` for a sequence of "
                 f"{len(sequence.loss_mask)} tokens: return one value per token, or leave it out"
             )
-        for name in TAKEN_METRICS & outputs.metrics.keys():
+        for name in RESERVED_METRICS & outputs.metrics.keys():
             raise Failure(f"loss {self.import_path!r} reports {name!r}, which the step reports itself: rename it")
 
 
-def _split(inputs: PackedInputs) -> Iterator[tuple[slice, LossInputs]]:
-    """Return the place and the inputs of each sequence that has members."""
+def _split_sequences(inputs: PackedInputs) -> Iterator[tuple[slice, LossInputs]]:
+    """Return the slice and the inputs of each sequence that has members."""
     import torch
 
     lengths = torch.unique_consecutive(inputs.sequences, return_counts=True)[1].tolist()
-    places = (slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True))
+    spans = (slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True))
 
     def parts(values: Tensor | None) -> Iterable[Any]:
         return repeat(None, len(lengths)) if values is None else torch.split(values, lengths)
 
     columns = [parts(getattr(inputs, column.name)) for column in fields(LossInputs)]
     sequences = (LossInputs(*values) for values in zip(*columns, strict=True))
-    return (pair for pair in zip(places, sequences, strict=True) if pair[1].loss_mask.any())
+    return (pair for pair in zip(spans, sequences, strict=True) if pair[1].loss_mask.any())

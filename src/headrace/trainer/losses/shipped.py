@@ -18,9 +18,9 @@ from headrace.trainer.loss import (
     masked_ratio_loss,
     mean_of_sequence,
     mismatch_kl,
-    of_members,
     probability_difference,
     weighted_sum,
+    zero_others,
 )
 
 
@@ -138,7 +138,7 @@ class CispoLossConfig(LossConfig):
     def compute(self, inputs: LossInputs) -> LossOutputs:
         ratio = log_ratios(inputs).detach().exp()
         capped = ratio > self.eps_max
-        per_token = -ratio.clamp(max=self.eps_max) * inputs.advantages * of_members(inputs.trainer_logprobs, inputs)
+        per_token = -ratio.clamp(max=self.eps_max) * inputs.advantages * zero_others(inputs.trainer_logprobs, inputs)
         metrics = {"mismatch_kl": mismatch_kl(inputs), "is_clipped": masked_mean(capped, inputs.loss_mask)}
         return LossOutputs(weighted_sum(per_token, inputs), metrics, capped)
 
@@ -150,5 +150,5 @@ class ReinforceLossConfig(LossConfig):
     type: Literal["reinforce"] = "reinforce"
 
     def compute(self, inputs: LossInputs) -> LossOutputs:
-        per_token = -inputs.advantages * of_members(inputs.trainer_logprobs, inputs)
+        per_token = -inputs.advantages * zero_others(inputs.trainer_logprobs, inputs)
         return LossOutputs(weighted_sum(per_token, inputs), {"mismatch_kl": mismatch_kl(inputs)})
