@@ -11,7 +11,7 @@ from typing import Any
 from calculator_agent import CalculatorAgent, calculate
 from openai import AsyncOpenAI
 
-from headrace.environments.script import call_tool, perturbed
+from headrace.environments.script import call_tool, perturb_reply
 
 client = AsyncOpenAI(api_key="of the episode")  # one for all episodes: each has its own address, and making one is slow
 
@@ -47,5 +47,5 @@ def gold(data: dict[str, Any], messages: Sequence[dict[str, Any]]) -> Any:
 def mistake(data: dict[str, Any], messages: Sequence[dict[str, Any]], rng: random.Random) -> Any:
     """A guess instead of a call, another expression, or another number than the tool's."""
     if messages[-1]["role"] != "tool" and rng.random() < 0.5:
-        return perturbed(data["answer"], rng)
-    return perturbed(gold(data, messages), rng)
+        return perturb_reply(data["answer"], rng)
+    return perturb_reply(gold(data, messages), rng)

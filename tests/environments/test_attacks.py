@@ -255,7 +255,7 @@ async def test_an_untrusted_function_leaves_nothing_for_the_next_call(untrusted:
     with pytest.raises(CallFailed, match="MemoryError"):
         await call("want_memory", 2 * MEMORY_MB)
     with pytest.raises(CallTimeout):
-        await untrusted.call("re:fullmatch", "(a+)+$", "a" * 40 + "!", timeout=0.3, patience=1000.0)
+        await untrusted.call("re:fullmatch", "(a+)+$", "a" * 40 + "!", timeout=0.3, wall_factor=1000.0)
     assert await call("same", 4) == 4
 
 

@@ -29,7 +29,7 @@ from headrace.errors import BadInput
 from headrace.launch.checks import check_run
 from tests.config.run_files import MINIMAL, load_text, run
 
-MACHINES = [*isolation.NUMBERS]
+MACHINES = [*isolation.CALL_NUMBERS]
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def test_bubblewrap_gives_a_program_no_network_no_processes_and_nothing_to_write
 
 
 def test_a_superuser_changes_to_a_user_of_its_own_and_others_get_a_namespace():
-    as_root = bubblewrap_command(["true"], user=isolation.FIRST_USER, disk_mb=1)
+    as_root = bubblewrap_command(["true"], user=isolation.FIRST_USER_ID, disk_mb=1)
     assert "--unshare-user" not in as_root
     added = [as_root[at + 1] for at, part in enumerate(as_root) if part == "--cap-add"]
     assert (as_root[as_root.index("--cap-drop") + 1], added) == ("ALL", ["CAP_SETUID", "CAP_SETGID"])
     as_user = bubblewrap_command(["true"], user=None, disk_mb=1)
     assert {"--unshare-user", "--disable-userns"} <= set(as_user)
-    assert as_user[as_user.index("--uid") + 1] == str(isolation.OTHER_USER)
+    assert as_user[as_user.index("--uid") + 1] == str(isolation.OTHER_USER_ID)
     assert "--cap-add" not in as_user
 
 
@@ -194,8 +194,8 @@ def verdict(program: bytes, number: int, architecture: int, argument: int = 0) -
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_refuses_what_reaches_out_and_allows_the_rest(machine: str):
-    architecture, numbers = isolation.NUMBERS[machine]
-    program = isolation.filter_program(machine, sockets=True)
+    architecture, numbers = isolation.CALL_NUMBERS[machine]
+    program = isolation.build_filter(machine, sockets=True)
     refused = {name for name, number in numbers.items() if verdict(program, number, architecture) == EPERM}
     assert refused == numbers.keys() - {"clone", "clone3", "socket"}
     assert verdict(program, numbers["clone3"], architecture) == ENOSYS
@@ -204,7 +204,7 @@ def test_the_filter_refuses_what_reaches_out_and_allows_the_rest(machine: str):
     assert verdict(program, 0, architecture) == ALLOW
     assert verdict(program, 0x40000000 + 1, architecture) == EPERM
     assert verdict(program, 0, architecture + 1) == KILL
-    assert verdict(isolation.filter_program(machine, sockets=False), numbers["socket"], architecture) == EPERM
+    assert verdict(isolation.build_filter(machine, sockets=False), numbers["socket"], architecture) == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -216,7 +216,7 @@ def test_the_filter_has_the_kernels_numbers(machine: str):
     if not path.exists():
         pytest.skip(f"{path} is not installed")
     kernel = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+)\s+(\d+)", path.read_text())}
-    own = {name: number for name, number in isolation.NUMBERS[machine][1].items() if name in kernel}
+    own = {name: number for name, number in isolation.CALL_NUMBERS[machine][1].items() if name in kernel}
     assert len(own) >= 40  # of 42; the headers may be of an older kernel
     assert own == {name: kernel[name] for name in own}
 
@@ -250,11 +250,11 @@ def test_a_cgroup_limits_memory_and_tasks_and_starts_a_program_inside(tmp_path: 
 def test_a_cgroup_that_cannot_be_made_is_reported_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(isolation, "usable_parent", lambda: tmp_path / "removed")
+    monkeypatch.setattr(isolation, "find_usable_parent", lambda: tmp_path / "removed")
     assert [isolation.make_cgroup(64, 16) for _ in range(2)] == [None, None]
     assert [str(tmp_path) in record.message for record in caplog.records] == [True]
-    monkeypatch.setattr(isolation, "usable_parent", lambda: None)
+    monkeypatch.setattr(isolation, "find_usable_parent", lambda: None)
     assert isolation.make_cgroup(64, 16) is None
-    monkeypatch.setattr(isolation, "usable_parent", lambda: tmp_path)
+    monkeypatch.setattr(isolation, "find_usable_parent", lambda: tmp_path)
     group = isolation.make_cgroup(64, 16)
     assert group is not None and group.folder.parent == tmp_path

@@ -188,12 +188,12 @@ async def test_code_that_holds_the_interpreter_leaves_the_event_loop_here_free(s
 
 
 @LIMITED
-async def test_with_patience_the_processors_time_counts_and_the_clocks_in_the_end(sandbox: Sandbox):
-    assert await sandbox.call("time:sleep", 0.3, timeout=0.1, patience=100.0) is None
+async def test_with_a_wall_factor_processor_time_counts_first_and_the_clock_in_the_end(sandbox: Sandbox):
+    assert await sandbox.call("time:sleep", 0.3, timeout=0.1, wall_factor=100.0) is None
     with pytest.raises(CallTimeout, match=r"time:sleep.*0\.05 s"):
-        await sandbox.call("time:sleep", 60, timeout=0.05, patience=4.0)
+        await sandbox.call("time:sleep", 60, timeout=0.05, wall_factor=4.0)
     with pytest.raises(CallTimeout):
-        await sandbox.call("re:fullmatch", "(a+)+$", "a" * 40 + "!", timeout=0.1, patience=10_000.0)
+        await sandbox.call("re:fullmatch", "(a+)+$", "a" * 40 + "!", timeout=0.1, wall_factor=10_000.0)
 
 
 @LIMITED

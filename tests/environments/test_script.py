@@ -7,7 +7,7 @@ import pytest
 
 from headrace.environments import Chat, Environment
 from headrace.environments.base import tasks_of
-from headrace.environments.script import call_tool, demonstrate, perturbed, play
+from headrace.environments.script import call_tool, demonstrate, perturb_reply, play
 from headrace.errors import BadInput
 from headrace.rollout.types import RolloutError, Task
 from tests.refusals import refused
@@ -135,15 +135,15 @@ def test_the_environment_lives_as_long_as_its_demonstrations():
 @pytest.mark.parametrize("gold", ["42", "x = 7 then 12", "seven", "A", "!?", "", "4" * 5000])
 def test_a_perturbed_text_is_another_text(gold: str):
     rng = random.Random(0)
-    assert all(perturbed(gold, rng) != gold for _ in range(50))
+    assert all(perturb_reply(gold, rng) != gold for _ in range(50))
 
 
 def test_of_a_text_with_numbers_the_last_is_changed():
-    assert str(perturbed("3 + 4 = 7", random.Random(0))).startswith("3 + 4 = ")
+    assert str(perturb_reply("3 + 4 = 7", random.Random(0))).startswith("3 + 4 = ")
 
 
 def test_a_perturbed_message_keeps_its_shape():
-    changed = perturbed(call_tool("double", n=3, of="pears"), random.Random(0))
+    changed = perturb_reply(call_tool("double", n=3, of="pears"), random.Random(0))
     assert isinstance(changed, dict)
     arguments = changed["tool_calls"][0]["function"]["arguments"]
     assert arguments["n"] != 3

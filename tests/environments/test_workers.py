@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from headrace.environments.base import Environment, EpisodeError, PromptTooLong
-from headrace.environments.channel import decoder, encode
+from headrace.environments.channel import encode, make_decoder
 from headrace.environments.workers import WorkerPool, WorkersFailed
 from headrace.rollout.checks import check_rollout
 from headrace.rollout.types import Rollout, Sample, Turn
@@ -107,7 +107,7 @@ def test_a_sample_survives_the_channel():
     sample = Sample(np.arange(4), np.array([0, 0, 1, 1]), np.full(4, -0.1), np.full(4, 3), 2, 0.9, [(1, 2, 3, 4)])
     sample.set_stream("advantages", [0, 0, 0.5, 0.5])
     sample.streams["mine"] = np.arange(4, dtype=np.int64)
-    [read] = decoder(list[Rollout]).decode(encode([Rollout(samples=[sample])]))[0].samples
+    [read] = make_decoder(list[Rollout]).decode(encode([Rollout(samples=[sample])]))[0].samples
     assert encode(read) == encode(sample)
     assert (read.mask.dtype, read.streams["mine"].dtype) == (np.bool_, np.int64)
     read.logprobs[0] = 0.0  # what has been read can be written to
@@ -116,7 +116,7 @@ def test_a_sample_survives_the_channel():
 @pytest.mark.parametrize("truncated", [None, [-0.25, 0.0]])
 def test_a_turn_survives_the_channel(truncated: list[float] | None):
     turn = Turn([1], [2, 3], [-0.5, -0.1], [4, 5], 0.9, truncated_logprobs=truncated)
-    [read] = decoder(list[Rollout]).decode(encode([Rollout(turns=[turn])]))[0].turns
+    [read] = make_decoder(list[Rollout]).decode(encode([Rollout(turns=[turn])]))[0].turns
     assert encode(read) == encode(turn)
     assert (read.truncated_logprobs is None) == (truncated is None)
 

@@ -9,7 +9,7 @@ import pytest
 from headrace.algorithms.base import RolloutView
 from headrace.algorithms.group_credit import GroupCredit
 from headrace.algorithms.grpo import Grpo
-from headrace.environments.channel import decoder, encode
+from headrace.environments.channel import encode, make_decoder
 from headrace.orchestrator.filters import is_gibberish, is_repetitive
 from headrace.rollout.checks import check_rollout
 from headrace.rollout.credit import Cohort
@@ -67,7 +67,7 @@ def test_zeros_and_ones_are_a_mask():
 
 def test_masks_pass_between_an_environment_s_process_and_the_orchestrator():
     sent = rollout_of()
-    received = decoder(Rollout).decode(encode(sent))
+    received = make_decoder(Rollout).decode(encode(sent))
     assert received.turns[0].mask.tolist() == MASKS[0] and received.turns[1].mask is None
     assert merge_turns(received.turns)[0].mask.tolist() == sent.samples[0].mask.tolist()
 

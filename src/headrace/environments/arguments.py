@@ -17,7 +17,7 @@ class BadArgument(BadInput):
     """An argument that is missing, unknown, or has an invalid value."""
 
 
-def bound(
+def bind_args(
     function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = (), within: str = ""
 ) -> Callable[[], Made]:
     """Check that the function takes these positional and keyword arguments, and return it with them bound.

@@ -131,9 +131,9 @@ class Environment:
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
         """Return a wrong reply; by default the gold one with a number or a letter changed."""
-        from headrace.environments.script import perturbed
+        from headrace.environments.script import perturb_reply
 
-        return perturbed(self.gold(task, messages), rng)
+        return perturb_reply(self.gold(task, messages), rng)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         """Yield endless episodes on random tasks, with `gold` replies and a share of mistakes."""
@@ -160,7 +160,7 @@ def tasks_of(environment: Environment, name: str, key: str = "environment") -> l
         try:
             msgspec.msgpack.encode(data)  # refuses integers beyond 64 bits
             if msgspec.json.decode(msgspec.json.encode(data)) != data:  # fast path
-                _find_loss(data, "")
+                _check_json_lossless(data, "")
             task = Task(name, data, own_key if isinstance(own_key, str) else "")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise refuse(f"task {number} is not JSON: {error}") from error
@@ -176,17 +176,17 @@ def tasks_of(environment: Environment, name: str, key: str = "environment") -> l
     return tasks
 
 
-def _find_loss(value: Any, path: str) -> None:
-    """Raise for the value that JSON changes."""
+def _check_json_lossless(value: Any, path: str) -> None:
+    """Raise `TypeError` that names the value which JSON does not represent exactly."""
     match value:
         case dict():
             for key, entry in value.items():
                 if not isinstance(key, str):
                     raise TypeError(f"the key {key!r} is not a string")
-                _find_loss(entry, f"{path}[{key!r}]")
+                _check_json_lossless(entry, f"{path}[{key!r}]")
         case list():
             for number, entry in enumerate(value):
-                _find_loss(entry, f"{path}[{number}]")
+                _check_json_lossless(entry, f"{path}[{number}]")
         case str() | int() | float() | None:  # NaN does not equal itself, but can be encoded
             pass
         case _:

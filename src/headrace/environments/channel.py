@@ -48,6 +48,8 @@ class Cancel(Message):
 
 
 class Result(Message):
+    """The value that a call returned."""
+
     value: msgspec.Raw
 
 
@@ -64,7 +66,7 @@ Outcome = Result | Failed
 
 
 def _encode_other(value: Any) -> Any:
-    """Encode what msgpack has no type for: arrays, and the numpy scalars that rewards often are."""
+    """Encode types that msgpack does not have: arrays, and numpy scalars, which rewards often are."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         content = msgspec.msgpack.encode((value.dtype.str, value.shape, value.tobytes()))
         return msgspec.msgpack.Ext(ARRAY, content)
@@ -94,33 +96,33 @@ def _decode_other(kind: type, value: Any) -> Any:
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
 
 
-def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def make_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other, ext_hook=_decode_extension)
 
 
-_messages = decoder(Call | Cancel | Result | Failed)
+_messages = make_decoder(Call | Cancel | Result | Failed)
 
 
-def framed(message: Message) -> bytes:
+def frame_message(message: Message) -> bytes:
     """Return a message with its length prefix."""
     body = encode(message)
     return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
 class Channel(asyncio.Protocol):
-    """One end of a connection. `serve` executes the other end's calls, concurrently, and returns their results.
+    """One end of a connection. `handle` executes the other end's calls, concurrently, and returns their results.
 
-    `lost` is called once, when either end closes. A message that cannot be decoded closes the channel and sets `cause`.
+    `on_lost` is called once, when either end closes. An undecodable message closes the channel and sets `cause`.
     """
 
-    def __init__(self, lost: Callable[[], None], serve: Callable[[Call], Awaitable[Any]] | None = None) -> None:
+    def __init__(self, on_lost: Callable[[], None], handle: Callable[[Call], Awaitable[Any]] | None = None) -> None:
         self.cause = ""
         self.pending: dict[int, asyncio.Future[Outcome]] = {}
         """Own calls without an outcome yet, cancelled ones included."""
         self.served: dict[int, asyncio.Task[None]] = {}
         """Calls of the other end that are being executed."""
-        self._lost = lost
-        self._serve = serve
+        self._on_lost = on_lost
+        self._handle = handle
         self._numbers = itertools.count()
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -129,16 +131,16 @@ class Channel(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
     def call(self, method: str, arguments: bytes) -> tuple[int, asyncio.Future[Outcome]]:
-        """Send a call with encoded arguments; return its number and its outcome to be."""
+        """Send a call with encoded arguments; return its number and the future of its outcome."""
         number = next(self._numbers)
         self.send(Call(number, method, msgspec.Raw(arguments)))
         outcome = self.pending[number] = asyncio.get_running_loop().create_future()
         return number, outcome
 
     def send(self, message: Message) -> None:
-        """Send a message; ignored once the other end has closed, which `lost` reports."""
+        """Send a message; ignored once the other end has closed, which `on_lost` reports."""
         assert self._transport is not None, "call open() first"
-        frame = framed(message)
+        frame = frame_message(message)
         if not self._transport.is_closing():
             self._transport.write(frame)
 
@@ -156,7 +158,7 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lost()
+        self._on_lost()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -181,7 +183,7 @@ class Channel(asyncio.Protocol):
         match message:
             case Call():
                 task = self.served[number] = asyncio.create_task(self._execute(message))
-                task.add_done_callback(partial(self._executed, number))
+                task.add_done_callback(partial(self._on_executed, number))
             case Cancel():
                 if number in self.served:  # else its outcome is on the way
                     self.served[number].cancel()
@@ -191,10 +193,10 @@ class Channel(asyncio.Protocol):
                     outcome.set_result(message)
 
     async def _execute(self, call: Call) -> None:
-        assert self._serve is not None, "this end serves no calls"
+        assert self._handle is not None, "this end serves no calls"
         outcome: Outcome
         try:
-            outcome = Result(call.number, msgspec.Raw(encode(await self._serve(call))))
+            outcome = Result(call.number, msgspec.Raw(encode(await self._handle(call))))
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # sys.exit() in a checker fails its call, not the process
@@ -203,7 +205,7 @@ class Channel(asyncio.Protocol):
             outcome = Failed(call.number, fault_of(error), reason, cause)
         self.send(outcome)
 
-    def _executed(self, number: int, task: asyncio.Task[None]) -> None:
+    def _on_executed(self, number: int, task: asyncio.Task[None]) -> None:
         del self.served[number]
         if task.cancelled():  # perhaps before its first step
             self.send(Failed(number, CANCELLED))

@@ -50,7 +50,7 @@ class Tool:
         try:
             checked = self._arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
-            raise ToolError(f"the arguments of {self.name} do not fit: {_argument_errors(error)}") from None
+            raise ToolError(f"the arguments of {self.name} do not fit: {_format_argument_errors(error)}") from None
         result = self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
         if inspect.isawaitable(result):
             result = await result
@@ -93,19 +93,19 @@ def _describe(function: Callable[..., Any]) -> tuple[dict[str, Any], type[pydant
         raise TypeError(f"tool {function!r} is not a function: give one with a name, type hints and a docstring")
     # Everything that the schema depends on: closures with the same code may differ in it.
     source = (code.__name__, code.__doc__, code.__defaults__, code.__kwdefaults__, code.__annotations__)
-    known = _descriptions.get(code.__code__)
-    if known is None or known.source != source:
-        arguments = _arguments_model(code.__name__, function)
+    description = _descriptions.get(code.__code__)
+    if description is None or description.source != source:
+        arguments = _make_arguments_model(code.__name__, function)
         specification: dict[str, Any] = {"name": code.__name__}
         if code.__doc__:
             specification["description"] = inspect.cleandoc(code.__doc__)
         specification["parameters"] = _compact_schema(arguments.model_json_schema())
-        known = _Description(source, {"type": "function", "function": specification}, arguments)
-        _descriptions[code.__code__] = known
-    return known.schema, known.arguments
+        description = _Description(source, {"type": "function", "function": specification}, arguments)
+        _descriptions[code.__code__] = description
+    return description.schema, description.arguments
 
 
-def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
+def _make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
     import pydantic
 
     hints = typing.get_type_hints(function, include_extras=True)
@@ -134,7 +134,7 @@ def _compact_schema(schema: Any) -> Any:
     return compact
 
 
-def _argument_errors(error: pydantic.ValidationError) -> str:
+def _format_argument_errors(error: pydantic.ValidationError) -> str:
     entries = error.errors(include_url=False)
     places = [".".join(map(str, entry["loc"])) for entry in entries[:MAX_ARGUMENT_ERRORS]]
     errors = [

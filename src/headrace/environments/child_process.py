@@ -25,10 +25,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @contextmanager
-def parent_ends() -> Iterator[tuple[socket.socket, int, tuple[int, int]]]:
-    """Yield our socket, our end of the lifeline, and the two descriptors for the child, to be started in the block.
+def connect_to_child() -> Iterator[tuple[socket.socket, int, tuple[int, int]]]:
+    """Open the connection of a child, which must be started in the block.
 
-    The child's descriptors are closed afterwards; ours only if the block raises.
+    Yields our socket, our end of the lifeline, and the two descriptors for the child. The child's descriptors
+    are closed afterwards; ours only if the block raises.
     """
     ours, theirs = socket.socketpair()
     watched, lifeline = os.pipe()
@@ -44,7 +45,7 @@ def parent_ends() -> Iterator[tuple[socket.socket, int, tuple[int, int]]]:
 
 
 def connect_to_parent() -> socket.socket:
-    """In a child: return the socket to the parent, have this process end with the parent, and escape what it prints."""
+    """Return a child's socket to its parent, have this process end with the parent, and escape what it prints."""
     escape_output()
     channel, lifeline = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -80,7 +81,7 @@ def describe_exit(status: int) -> str:
 
 
 def resident_mb(pid: int) -> float:
-    """Return the resident memory of a process; 0 where the system does not report it or the process has ended."""
+    """Return the resident memory of a process in MiB; 0 if it has ended or the system does not report it."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (FileNotFoundError, ProcessLookupError):

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple, NoReturn
 LINUX = sys.platform == "linux"
 FIRST_POLL_S, MAX_POLL_S = 0.001, 0.05
 """Interval between two polls of a test's process."""
-REPORT, SECRET = 3, 4
+REPORT_FD, TOKEN_FD = 3, 4
 """Descriptors of a test's process: for its report (passed, or the return value), and for reading its token."""
 TOKEN_BYTES = 32
-SMALLEST_ENTRY = 4096
+MIN_ENTRY_BYTES = 4096
 """Bytes of disk that a file or a directory counts as at least."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
@@ -68,28 +68,28 @@ class Usage(NamedTuple):
 
 
 class Clock:
-    """The time budget of all tests: `seconds` of processor time, and `patience` times that by the clock.
+    """The time budget of all tests: `seconds` of processor time, and `wall_factor` times that by the clock.
 
     Processor time is what counts, so that a right answer does not fail on a busy machine. Where it is not available,
     wall-clock time is used.
     """
 
-    def __init__(self, seconds: float, patience: float) -> None:
+    def __init__(self, seconds: float, wall_factor: float) -> None:
         self._seconds = seconds
         self._began = time.monotonic()
-        self._patience = patience if LINUX else 1.0
+        self._wall_factor = wall_factor if LINUX else 1.0
         self.running = 0.0
-        """CPU time of the running test's processes when they were last looked at."""
+        """CPU time of the running test's processes at the last check, in seconds."""
 
     def is_over(self, pid: int) -> bool:
-        """Return whether it is used up by the running test and the processes that have ended."""
+        """Return whether the running test, process `pid`, and those before it have used up the budget."""
         passed = time.monotonic() - self._began
-        if not self._seconds <= passed < self._seconds * self._patience:
+        if not self._seconds <= passed < self._seconds * self._wall_factor:
             return passed >= self._seconds
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         used = ended.ru_utime + ended.ru_stime
-        with suppress(OSError):  # it has ended, and been waited for
-            used += max(self.running, time.clock_gettime(~pid << 3 | 2))  # how Linux numbers the clocks of processes
+        with suppress(OSError):  # the process has ended and was waited for
+            used += max(self.running, time.clock_gettime(~pid << 3 | 2))  # Linux's clock id of a process
         return used >= self._seconds
 
 
@@ -101,19 +101,19 @@ def run_test(job: Job, test: dict[str, Any], clock: Clock) -> str | None:
     """
     directory = tempfile.mkdtemp()
     reading, writing = os.pipe()
-    secret, telling = os.pipe()
-    with tempfile.TemporaryFile() as given:
-        given.write(test.get("input", "").encode(errors="replace"))
-        given.seek(0)
+    token_reading, token_writing = os.pipe()
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(test.get("input", "").encode(errors="replace"))
+        stdin.seek(0)
         if (pid := os.fork()) == 0:
-            _be_the_test(job, test, directory, (given.fileno(), writing, secret))
+            _execute_test(job, test, directory, (stdin.fileno(), writing, token_reading))
     os.close(writing)
-    os.close(secret)
+    os.close(token_reading)
     token = os.urandom(TOKEN_BYTES // 2).hex().encode()
     try:
         with suppress(BrokenPipeError):  # it has ended already, or is a program
-            os.write(telling, token)
-        os.close(telling)
+            os.write(token_writing, token)
+        os.close(token_writing)
         status, written = _watch(pid, reading, directory, job, clock)
     finally:
         os.close(reading)
@@ -130,7 +130,7 @@ def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tu
     """Wait for a process within its limits; return its exit status (None if it exceeded them) and its output."""
     written, status, pause = bytearray(), None, FIRST_POLL_S
     watched = [sys.stdin.fileno(), reading]
-    clock.running, next_look = 0.0, time.monotonic() + MAX_POLL_S
+    clock.running, next_check = 0.0, time.monotonic() + MAX_POLL_S
     while not clock.is_over(pid) and len(written) <= job["max_output"]:
         ready = select.select(watched, [], [], pause if status is None else 0)[0]
         if sys.stdin.fileno() in ready:  # closed: the parent has ended
@@ -146,16 +146,16 @@ def _watch(pid: int, reading: int, directory: str, job: Job, clock: Clock) -> tu
             status = os.waitstatus_to_exitcode(ended[1])
         else:
             pause = min(2 * pause, MAX_POLL_S)
-        if status is None and time.monotonic() >= next_look:
-            usage = usage_of_descendants(os.getpid())
+        if status is None and time.monotonic() >= next_check:
+            usage = measure_descendants(os.getpid())
             clock.running = usage.cpu_s
-            if exceeds(usage, job) or _is_fuller(directory, job["disk_mb"] << 20):
+            if exceeds_limits(usage, job) or _exceeds_disk_limit(directory, job["disk_mb"] << 20):
                 break
-            next_look = time.monotonic() + MAX_POLL_S
+            next_check = time.monotonic() + MAX_POLL_S
     return None, b""
 
 
-def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tuple[int, int, int]) -> NoReturn:
+def _execute_test(job: Job, test: dict[str, Any], directory: str, descriptors: tuple[int, int, int]) -> NoReturn:
     """Run the test in the forked process, and exit.
 
     The functions that are needed after the solution are looked up before, since a solution may replace them.
@@ -166,8 +166,8 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
         os.setsid()
         os.chdir(directory)
         os.environ.update(HOME=directory, TMPDIR=directory)
-        _take_descriptors(*descriptors, is_program=test["kind"] == "program")
-        give_up_rights(job, directory)
+        _install_descriptors(*descriptors, is_program=test["kind"] == "program")
+        drop_privileges(job, directory)
         solution = ModuleType("__main__" if test["kind"] == "program" else "solution")
         sys.modules[solution.__name__] = solution
         try:
@@ -175,11 +175,11 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
             execute(compile(job["code"], "solution.py", "exec"), solution.__dict__)
             if check is not None:
                 execute(check, solution.__dict__)
-                write(REPORT, read(SECRET, TOKEN_BYTES))
+                write(REPORT_FD, read(TOKEN_FD, TOKEN_BYTES))
             elif test["kind"] == "call":
                 function = evaluate(job["entry"], solution.__dict__)
                 result = dumps(function(*test["arguments"]))
-                write(REPORT, read(SECRET, TOKEN_BYTES) + result.encode())
+                write(REPORT_FD, read(TOKEN_FD, TOKEN_BYTES) + result.encode())
             else:
                 for thread in threading.enumerate():  # they end with it
                     if thread is not threading.current_thread() and not thread.daemon:
@@ -192,8 +192,8 @@ def _be_the_test(job: Job, test: dict[str, Any], directory: str, descriptors: tu
         leave(status & 0xFF)
 
 
-def give_up_rights(job: Job, directory: str | None = None) -> None:
-    """In a process that will run untrusted code: set limits, user, capabilities and filter, which children inherit.
+def drop_privileges(job: Job, directory: str | None = None) -> None:
+    """Set the limits, user, capabilities and filter of a process for untrusted code; its children inherit them.
 
     A superuser's code outside of a container becomes another user, who owns the `directory`. If that user could not
     read the interpreter, its processes count as that user's, and its files are the superuser's.
@@ -212,7 +212,7 @@ def give_up_rights(job: Job, directory: str | None = None) -> None:
 
 
 def _limit_resources(job: Job) -> None:
-    """Set limits. RLIMIT_AS also counts shared mappings; it adds to what is mapped already."""
+    """Set the limits of the process. RLIMIT_AS also counts shared mappings; it adds to what is mapped already."""
     limits = {
         resource.RLIMIT_CPU: ceil(job["timeout"]) + 1,
         resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
@@ -223,20 +223,20 @@ def _limit_resources(job: Job) -> None:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         memory = job["memory_mb"] << 20
-        others = 0 if job["contained"] or job["user"] is not None else _tasks_of_user()
+        others = 0 if job["contained"] or job["user"] is not None else _count_user_tasks()
         limits |= {
             resource.RLIMIT_DATA: memory,
             resource.RLIMIT_AS: mapped + memory,
             resource.RLIMIT_NPROC: others + job["processes"],
         }
     for kind, value in limits.items():
-        most = resource.getrlimit(kind)[1]
-        least = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(kind, (least, least))
+        maximum = resource.getrlimit(kind)[1]
+        limit = value if maximum == resource.RLIM_INFINITY else min(value, maximum)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _install_filter(program: bytes) -> None:
-    """Have the kernel refuse system calls by a program of `isolation.py`, in this process and its children."""
+    """Install a seccomp filter, a program of `isolation.py`, in this process and its children."""
     installed = _FilterProgram(len(program) // 8, program)
     zero = ctypes.c_ulong(0)
     if LIBC.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero) or LIBC.prctl(
@@ -246,7 +246,7 @@ def _install_filter(program: bytes) -> None:
 
 
 def enter_container(user: int | None) -> None:
-    """As the first process inside bubblewrap: give up the superuser for `user`, and end with the process outside."""
+    """Drop from superuser to `user` in the first process inside bubblewrap, and end with the process outside."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that Python handles, and so could come from inside
     if user is not None:
         _change_user(user, user)
@@ -266,13 +266,13 @@ def _change_user(user: int, file_user: int) -> None:
     os.setresuid(user, file_user, file_user)
 
 
-def _take_descriptors(given: int, writing: int, secret: int, *, is_program: bool) -> None:
+def _install_descriptors(stdin: int, writing: int, token: int, *, is_program: bool) -> None:
     """Move the descriptors to their numbers. They were opened in this order, so that none is overwritten."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    output = writing if is_program else nowhere
-    for target, source in enumerate((given, output, nowhere, writing, secret)):
+    devnull = os.open(os.devnull, os.O_RDWR)
+    stdout = writing if is_program else devnull
+    for target, source in enumerate((stdin, stdout, devnull, writing, token)):
         os.dup2(source, target)
-    os.closerange(REPORT if is_program else SECRET + 1, 1 << 16)
+    os.closerange(REPORT_FD if is_program else TOKEN_FD + 1, 1 << 16)
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace")
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace")
     sys.stderr = os.fdopen(2, "w")
@@ -302,7 +302,7 @@ def kill_descendants(pid: int) -> None:
     They are stopped first, until no new ones appear: what is stopped starts no process.
     """
     stopped: set[int] = set()
-    while new := set(descendants(pid)) - stopped:
+    while new := set(list_descendants(pid)) - stopped:
         for descendant in new:
             with suppress(ProcessLookupError):
                 os.kill(descendant, signal.SIGSTOP)
@@ -312,21 +312,21 @@ def kill_descendants(pid: int) -> None:
             os.kill(descendant, signal.SIGKILL)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes below this one, as /proc numbers them; none where the system has no such list."""
-    found = [int(os.readlink("/proc/self")) if LINUX and pid == os.getpid() else pid]
-    for parent in found:  # grows during the loop
+def list_descendants(pid: int) -> list[int]:
+    """Return the ids of the processes below this one, as /proc numbers them; [] where there is no /proc."""
+    pids = [int(os.readlink("/proc/self")) if LINUX and pid == os.getpid() else pid]
+    for parent in pids:  # grows during the loop
         with suppress(OSError):  # it has just ended
             for task in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{task}/children") as file:
-                    found += map(int, file.read().split())
-    return found[1:]
+                    pids += map(int, file.read().split())
+    return pids[1:]
 
 
-def usage_of_descendants(pid: int) -> Usage:
-    """Return what the processes below this one use, with the CPU time of children that they have waited for."""
+def measure_descendants(pid: int) -> Usage:
+    """Return the usage of the processes below this one, with the CPU time of children that they have waited for."""
     usage, tick_s, page = Usage(), 1 / os.sysconf("SC_CLK_TCK"), resource.getpagesize()
-    for descendant in descendants(pid):
+    for descendant in list_descendants(pid):
         with suppress(OSError), open(f"/proc/{descendant}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
             cpu_s = tick_s * sum(map(int, fields[11:15]))
@@ -335,38 +335,38 @@ def usage_of_descendants(pid: int) -> Usage:
     return usage
 
 
-def exceeds(usage: Usage, job: Job) -> bool:
+def exceeds_limits(usage: Usage, job: Job) -> bool:
     """Return whether the descendants of this process have too many tasks or too much memory."""
     if usage.tasks > job["processes"]:
         return True
-    most: int = job["memory_mb"] << 20
-    return usage.memory > most and sum(map(_memory_share, descendants(os.getpid()))) > most
+    limit: int = job["memory_mb"] << 20
+    return usage.memory > limit and sum(map(_read_memory_bytes, list_descendants(os.getpid()))) > limit
 
 
-def _memory_share(pid: int) -> int:
+def _read_memory_bytes(pid: int) -> int:
     """Return a process's memory in bytes, with its share of pages that it has in common with others."""
     with suppress(OSError, IndexError), open(f"/proc/{pid}/smaps_rollup") as file:
         return int(file.read().partition("\nPss:")[2].split()[0]) << 10
-    with suppress(OSError), open(f"/proc/{pid}/statm") as file:  # it does not let itself be read
+    with suppress(OSError), open(f"/proc/{pid}/statm") as file:  # smaps_rollup is not readable
         return int(file.read().split()[1]) * resource.getpagesize()
     return 0  # it has just ended
 
 
-def _is_fuller(directory: str, most: int) -> bool:
-    """Return whether a directory takes more than `most` bytes, or cannot be read."""
+def _exceeds_disk_limit(directory: str, limit: int) -> bool:
+    """Return whether a directory takes more than `limit` bytes, or cannot be read."""
     used, unseen = 0, [directory]
-    while unseen and used <= most:
+    while unseen and used <= limit:
         try:
             for entry in os.scandir(unseen.pop()):
                 with suppress(FileNotFoundError):  # it has just been removed
-                    used += max(entry.stat(follow_symlinks=False).st_blocks * 512, SMALLEST_ENTRY)
+                    used += max(entry.stat(follow_symlinks=False).st_blocks * 512, MIN_ENTRY_BYTES)
                     if entry.is_dir(follow_symlinks=False):
                         unseen.append(entry.path)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:  # nested too deeply to have a path, or closed to us
             return True
-    return used > most
+    return used > limit
 
 
 def remove_tree(directory: str) -> None:
@@ -380,7 +380,7 @@ def remove_tree(directory: str) -> None:
             subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
-def _tasks_of_user() -> int:
+def _count_user_tasks() -> int:
     """Return the number of processes and threads of this user."""
     tasks = 0
     for entry in os.scandir("/proc"):
@@ -421,17 +421,17 @@ def may_enter_namespace(with_users: bool) -> bool:
 
 def _isolate(with_users: bool) -> None:
     """Isolate this program from the solution as far as the system allows."""
-    call = LIBC.prctl
-    call(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = LIBC.prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if may_enter_namespace(with_users):
         _enter_namespace(with_users)
         if (first := os.fork()) != 0:
-            call(PR_SET_DUMPABLE, 0)
+            prctl(PR_SET_DUMPABLE, 0)
             os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
-        call(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        call(PR_SET_CHILD_SUBREAPER, 1)
-    call(PR_SET_DUMPABLE, 0)  # only a superuser can read its memory or use its descriptors
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_DUMPABLE, 0)  # only a superuser can read its memory or use its descriptors
 
 
 def main() -> None:
@@ -440,7 +440,7 @@ def main() -> None:
         enter_container(job["user"])
     elif LINUX:
         _isolate(with_users=job["user"] is None)
-    clock = Clock(job["timeout"], job["patience"])
+    clock = Clock(job["timeout"], job["wall_factor"])
     try:
         print(json.dumps([run_test(job, test, clock) for test in job.pop("tests")]))
     except SystemExit:  # the parent, which removes this directory, has ended

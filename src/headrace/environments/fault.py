@@ -36,6 +36,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def fault_of(error: BaseException) -> Fault:
+    """Return an exception as texts, which can be sent even if its own text is invalid Unicode."""
     summary = traceback.TracebackException.from_exception(error, limit=-MAX_FRAMES)
     kind = encodable(type(error).__name__)
     where = f" {summary.stack[-1].filename}:{summary.stack[-1].lineno}" if summary.stack else ""
@@ -59,7 +60,7 @@ def user_code_location(frames: Sequence[FileLine], folder: str) -> str:
 
 
 def dumped_code_location(dump: str, folder: str) -> str:
-    """Return the same for the main thread of a faulthandler dump."""
+    """Return `user_code_location` of the main thread in a faulthandler dump."""
     return user_code_location(_main_thread_frames(dump), folder)
 
 

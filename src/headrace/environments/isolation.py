@@ -1,4 +1,4 @@
-"""How code that a model wrote is kept from the rest of the machine: bubblewrap, or what a process can do without it.
+"""Isolation of code that a model wrote: bubblewrap, or a fallback of limits that a process can set for itself.
 
 `bubblewrap_command` starts a program that sees a read-only system, its interpreter and a private /tmp, has no network,
 no other process and no privilege, and ends with everything that it has started. It is used where the program `bwrap` is
@@ -56,12 +56,12 @@ import ctypes, subprocess
 subprocess.run(["true"], check=True)
 print("works")
 """
-FIRST_USER = 0x70000000
+FIRST_USER_ID = 0x70000000
 """A superuser's sandboxes run as users from here on, each as another: the kernel counts processes by user."""
-USERS = 1 << 24
+USER_IDS = 1 << 24
 CHANGE_USER = 0b1100_0000
 """The capabilities CAP_SETUID and CAP_SETGID."""
-OTHER_USER = 65534
+OTHER_USER_ID = 65534
 """The user inside the user namespace of everyone else's sandboxes."""
 OTHERS_MAY_ENTER = 0o001
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -81,15 +81,15 @@ WITHOUT_FILTER = {
     "unmapped memory": "take memory that the limit does not count",
     "trace processes": "trace and read processes of your user",
 }
-"""What it does not stop either where system calls cannot be filtered."""
+"""What the fallback does not stop either where system calls cannot be filtered."""
 WITHOUT_NAMESPACE = {"signal processes": "signal and kill processes of your user"}
-"""What it does not stop either where the code has no PID namespace and no user of its own. Functions in a pooled
-process have no namespace."""
+"""What the fallback does not stop either where the code has neither a PID namespace nor its own user. Functions in a
+pooled process have no namespace."""
 
 
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
-ENTER = 'echo $$ > "$0" && exec "$@"'
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP_FILE = Path("/proc/self/cgroup")
+ENTER_SCRIPT = 'echo $$ > "$0" && exec "$@"'
 """A shell script that moves itself into a group and becomes the program."""
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -113,14 +113,16 @@ _AARCH64 = """umount2 39 mount 40 pivot_root 41 chroot 51 personality 92 unshare
     process_vm_writev 271 kcmp 272 memfd_create 279 bpf 280 userfaultfd 282"""
 
 
-def _numbers(*tables: str) -> dict[str, int]:
+def _parse_numbers(*tables: str) -> dict[str, int]:
     words = " ".join(tables).split()
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
-NUMBERS = {"x86_64": (0xC000003E, _numbers(_X86_64, _COMMON)), "aarch64": (0xC00000B7, _numbers(_AARCH64, _COMMON))}
-"""By machine, the kernel's number of the architecture and those of the calls that the filter names, as Linux 6.1 has
-them in its headers."""
+CALL_NUMBERS = {
+    "x86_64": (0xC000003E, _parse_numbers(_X86_64, _COMMON)),
+    "aarch64": (0xC00000B7, _parse_numbers(_AARCH64, _COMMON)),
+}
+"""By machine, the kernel's number of the architecture, and the numbers of the system calls by name (Linux 6.1)."""
 
 
 class SandboxSettings(msgspec.Struct, frozen=True):
@@ -168,7 +170,7 @@ def register_untrusted(code: Literal["solution", "function"]) -> bool:
 
 
 def fallback_notice() -> str | None:
-    """Return what the fallback does not stop, if untrusted code is run, and in it."""
+    """Return a notice of what the fallback does not stop; None unless untrusted code runs in the fallback."""
     if not _registered or uses_bubblewrap():
         return None
     why, fix = bubblewrap_problem(), INSTALL
@@ -179,7 +181,7 @@ def fallback_notice() -> str | None:
 
 def fallback_allows() -> dict[str, str]:
     """Return what the fallback does not stop on this machine."""
-    user = new_user()
+    user = choose_user()
     is_apart = user is not None and interpreter_is_public()
     if sys.platform == "linux" and not is_apart and "function" not in _registered:
         is_apart = may_enter_namespace(with_users=user is None)
@@ -188,8 +190,8 @@ def fallback_allows() -> dict[str, str]:
 
 
 def filter_hex() -> str | None:
-    """Return the filter of system calls for untrusted code, if this system has filters."""
-    return filter_program(platform.machine(), sockets=uses_bubblewrap()).hex() if has_filters() else None
+    """Return the seccomp filter for untrusted code in hexadecimal; None if this system has no filters."""
+    return build_filter(platform.machine(), sockets=uses_bubblewrap()).hex() if has_filters() else None
 
 
 @cache
@@ -197,7 +199,7 @@ def bubblewrap_problem() -> str | None:
     """Return why bubblewrap cannot be used here; None if a program started in it works."""
     if shutil.which("bwrap") is None:
         return "the program bwrap is not installed"
-    user = new_user()
+    user = choose_user()
     command = bubblewrap_command([sys.executable, "-I", "-c", PROBE, str(user or 0)], user=user, disk_mb=1)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
@@ -209,9 +211,9 @@ def bubblewrap_problem() -> str | None:
     return f"bubblewrap does not work: {lines[-1]}"
 
 
-def new_user() -> int | None:
-    """Return the user that a sandbox changes to; None unless this process may change its user."""
-    return FIRST_USER + secrets.randbelow(USERS) if may_change_user(Path("/proc/self")) else None
+def choose_user() -> int | None:
+    """Return a random user id for a sandbox; None unless this process may change its user."""
+    return FIRST_USER_ID + secrets.randbelow(USER_IDS) if may_change_user(Path("/proc/self")) else None
 
 
 def may_change_user(process: Path) -> bool:
@@ -220,19 +222,19 @@ def may_change_user(process: Path) -> bool:
         return False
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     extents = [[*map(int, line.split())] for line in (process / "uid_map").read_text().splitlines()]
-    exist = any(first <= FIRST_USER and first + count >= FIRST_USER + USERS for first, _, count in extents)
+    exist = any(first <= FIRST_USER_ID and first + count >= FIRST_USER_ID + USER_IDS for first, _, count in extents)
     return exist and int(status["CapEff"], 16) & CHANGE_USER == CHANGE_USER
 
 
-def identity(*, contained: bool) -> dict[str, int | None]:
-    """Return the users of a process that runs untrusted code: for its processes, and for the files that it can read."""
-    user = new_user()
+def choose_users(*, contained: bool) -> dict[str, int | None]:
+    """Return the user ids of a sandbox: `user` for its processes, `file_user` for the files that it can read."""
+    user = choose_user()
     return {"user": user, "file_user": user if contained or interpreter_is_public() else 0}
 
 
 def interpreter_is_public() -> bool:
     """Return whether other users can use this interpreter."""
-    paths = {path for folder in interpreter_folders() for path in (Path(folder), *Path(folder).parents)}
+    paths = {path for folder in find_interpreter_folders() for path in (Path(folder), *Path(folder).parents)}
     return all(path.stat().st_mode & OTHERS_MAY_ENTER for path in paths)
 
 
@@ -245,20 +247,20 @@ def bubblewrap_command(
     superuser's program may change to `user`, which it does first (`code_runner.enter_container`); for other users there
     is a user namespace, in which no further one can be made. /tmp and /dev/shm take `disk_mb` each.
     """
-    identity = ["--unshare-user", "--uid", str(OTHER_USER), "--gid", str(OTHER_USER), "--disable-userns"]
+    user_options = ["--unshare-user", "--uid", str(OTHER_USER_ID), "--gid", str(OTHER_USER_ID), "--disable-userns"]
     if user is not None:
-        identity = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        user_options = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     private = ["--perms", "1777", "--size", str(disk_mb << 20), "--tmpfs"]
     command = [
         *("bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-        *(*identity, "--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"),
+        *(*user_options, "--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"),
         *("--proc", "/proc", "--dev", "/dev", *private, "/dev/shm", "--remount-ro", "/dev", *private, "/tmp"),
         *("--ro-bind", "/usr", "/usr"),
     ]
     for folder in filter(os.path.isdir, SYSTEM_FOLDERS):
         is_link = os.path.islink(folder)
         command += ["--symlink", os.readlink(folder), folder] if is_link else ["--ro-bind", folder, folder]
-    mounts = {path: path for path in (*filter(os.path.exists, SYSTEM_FILES), *interpreter_folders())} | dict(files)
+    mounts = {path: path for path in (*filter(os.path.exists, SYSTEM_FILES), *find_interpreter_folders())} | dict(files)
     parents = {str(parent) for path in mounts for parent in Path(path).parents} - {"/", "/tmp", "/usr"}
     for parent in sorted(parents):  # otherwise bubblewrap makes them for their owner alone
         command += ["--dir", parent]
@@ -270,7 +272,7 @@ def bubblewrap_command(
     return [*command, "--", *program]
 
 
-def interpreter_folders() -> list[str]:
+def find_interpreter_folders() -> list[str]:
     """Return the folders of this interpreter and of its virtual environment, except below /usr."""
     real = Path(sys.executable).resolve().parents[1]
     folders = {Path(sys.prefix), Path(sys.base_prefix), real} - {Path("/"), Path("/usr")}
@@ -283,7 +285,7 @@ def podman_command(
     """Return the command line that starts a program in a container of an image that has been pulled before."""
     return [
         *("podman", "run", "--rm", "--interactive", "--pull=never", "--network=none", "--read-only"),
-        *("--cap-drop=all", "--security-opt=no-new-privileges", f"--user={OTHER_USER}:{OTHER_USER}"),
+        *("--cap-drop=all", "--security-opt=no-new-privileges", f"--user={OTHER_USER_ID}:{OTHER_USER_ID}"),
         *(f"--memory={memory_mb}m", f"--memory-swap={memory_mb}m", f"--pids-limit={processes}"),
         *(f"--ulimit=nofile={MAX_OPEN_FILES}:{MAX_OPEN_FILES}", f"--ulimit=nproc={processes}:{processes}"),
         *(f"--tmpfs=/tmp:rw,mode=1777,size={disk_mb}m", f"--shm-size={disk_mb}m", "--workdir=/tmp"),
@@ -308,7 +310,7 @@ class Cgroup:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return the command line that starts a program in the group."""
-        return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs"), *command]
+        return ["/bin/sh", "-c", ENTER_SCRIPT, str(self.folder / "cgroup.procs"), *command]
 
     def remove(self) -> None:
         with suppress(OSError):  # a process is still ending
@@ -317,7 +319,7 @@ class Cgroup:
 
 def make_cgroup(memory_mb: int, tasks: int) -> Cgroup | None:
     """Return a new group; None where none can be made, so that only the limits of each process hold."""
-    parent = usable_parent()
+    parent = find_usable_parent()
     try:
         return None if parent is None else Cgroup(parent, memory_mb, tasks)
     except OSError as error:
@@ -328,9 +330,9 @@ def make_cgroup(memory_mb: int, tasks: int) -> Cgroup | None:
 
 
 @cache
-def usable_parent() -> Path | None:
+def find_usable_parent() -> Path | None:
     """Return the group below which this process can start programs with limits, if there is one."""
-    parent = find_parent(GROUPS, OWN_GROUP.read_text() if OWN_GROUP.exists() else "")
+    parent = find_parent(CGROUP_ROOT, OWN_CGROUP_FILE.read_text() if OWN_CGROUP_FILE.exists() else "")
     if parent is None:
         return None
     try:
@@ -358,13 +360,13 @@ def find_parent(root: Path, own: str) -> Path | None:
 
 
 def has_filters() -> bool:
-    """Return whether this system has filters, and the filter the numbers of this machine."""
-    return platform.machine() in NUMBERS and Path("/proc/sys/kernel/seccomp/actions_avail").exists()
+    """Return whether this system has seccomp filters, and the call numbers of this machine are known."""
+    return platform.machine() in CALL_NUMBERS and Path("/proc/sys/kernel/seccomp/actions_avail").exists()
 
 
-def filter_program(machine: str, *, sockets: bool) -> bytes:
-    """Return the BPF program for a machine; without `sockets`, none can be opened (pairs of sockets can)."""
-    architecture, numbers = NUMBERS[machine]
+def build_filter(machine: str, *, sockets: bool) -> bytes:
+    """Return the BPF program for a machine. Without `sockets` no socket can be opened, except for pairs of sockets."""
+    architecture, numbers = CALL_NUMBERS[machine]
     special = {"clone", "clone3", *(["socket"] if sockets else [])}
     refuse = REFUSE | errno.EPERM
     program = [

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, overload
 
 from headrace import imports
-from headrace.environments.arguments import BadArgument, bound
+from headrace.environments.arguments import BadArgument, bind_args
 from headrace.environments.base import Environment
 from headrace.errors import BadInput
 from headrace.imports import import_declarations
@@ -76,7 +76,7 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
         raise EnvironmentNotFound("unknown environment", key=key, value=identifier, fix=fix)
     kind = imports.load(location, key)
     try:
-        environment = bound(kind, args, first_args)()
+        environment = bind_args(kind, args, first_args)()
     except BadArgument as error:
         args_key = f"{key.rpartition('.')[0]}.args".removeprefix(".")
         problems = []
@@ -115,7 +115,7 @@ class PluginRegistry:
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._all())
+        return sorted(self._load_plugins())
 
     def register(self, plugin: Plugin, name: str | None = None) -> Plugin:
         name = plugin.__name__ if name is None else name
@@ -139,7 +139,8 @@ class PluginRegistry:
         return functools.partial(self.register, name=plugin) if isinstance(plugin, str) else self.register(plugin)
 
     def find(self, name: str) -> Callable[..., Any]:
-        plugins = self._all()
+        """Return a plugin by its registered name, import path or file."""
+        plugins = self._load_plugins()
         if name in plugins:
             return plugins[name]
         if ":" not in name:
@@ -172,10 +173,10 @@ class PluginRegistry:
         for option in known:
             if parameters[option].default is inspect.Parameter.empty and option not in options:
                 raise BadInput(f"{self.what} {name!r} needs this kwarg, and it is not set", key=option)
-        bound = functools.partial(plugin, **options)
+        partial = functools.partial(plugin, **options)
         if not isinstance(plugin, type):
-            vars(bound).update(vars(plugin))
-        return bound
+            vars(partial).update(vars(plugin))
+        return partial
 
     def construct(self, name: str, options: Mapping[str, Any]) -> Any:
         """Return an instance of a plugin class, or what a plugin function returns."""
@@ -187,7 +188,8 @@ class PluginRegistry:
             fact = f"{what} does not take these kwargs: {error}" if error.key is None else f"{what}: {error.fact}"
             raise BadInput(fact, key=error.key, value=error.value, fix=error.fix) from error
 
-    def _all(self) -> dict[str, Callable[..., Any]]:
+    def _load_plugins(self) -> dict[str, Callable[..., Any]]:
+        """Return all registered plugins, after importing the module of the shipped ones."""
         if self._module:
             module, self._module = importlib.import_module(self._module), ""
             import_declarations(module)

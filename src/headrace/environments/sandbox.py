@@ -28,15 +28,15 @@ from typing import Any
 import headrace
 from headrace.environments import child_process, isolation, sandbox_process
 from headrace.environments.channel import Channel, Failed, Outcome
-from headrace.environments.code_runner import kill_descendants, usage_of_descendants
+from headrace.environments.code_runner import kill_descendants, measure_descendants
 from headrace.environments.sandbox_process import SCHEMA, Limits, pack, unpack
 
 START_TIMEOUT_S = 120.0
-"""For starting a process, and for importing a function in it."""
+"""Limit for starting a process, and for importing a function in it."""
 EXIT_TIMEOUT_S = 1.0
-"""For a process that has closed its socket to exit by itself, so that its status tells why."""
-CPU_BOUND_PATIENCE = 10.0
-"""`patience` for a checker that computes, while other processes use the CPU."""
+"""A process that has closed its socket has this long to exit, so that its exit status can be reported."""
+WALL_FACTOR = 10.0
+"""The `wall_factor` of checkers that compute: other processes may use the CPU meanwhile."""
 MIN_CPU_POLL_S = 0.05
 """The shortest interval between two readings of a call's CPU time."""
 PACKAGE = Path(headrace.__file__).parent
@@ -44,7 +44,7 @@ PROGRAM = f"import sys; sys.path[:] = {{path!r}}; from {sandbox_process.__name__
 LIBRARIES = ("site-packages", "dist-packages")
 """Folders on the path that untrusted functions can read."""
 DISK_MB, WORKER_MB = 64, 256
-"""For untrusted functions: of their files, and of the memory of the process that they are forked from."""
+"""Limits for untrusted functions: their files, and the memory of the process that they are forked from."""
 
 
 class CallTimeout(Exception):
@@ -80,55 +80,56 @@ class Sandbox:
             raise ValueError(f"a sandbox needs at least one process, not {processes}")
         self._size = processes
         self._memory_mb = memory_mb
-        self._limits = _limits(memory_mb) if untrusted else None
+        self._limits = _untrusted_limits(memory_mb) if untrusted else None
         self._modules = modules
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(processes)
+        self._slots = asyncio.Semaphore(processes)
         self._processes: list[_Process] = []
         self._idle: list[_Process] = []
 
-    async def call(self, function: str, *args: Any, timeout: float, patience: float = 1.0) -> Any:
+    async def call(self, function: str, *args: Any, timeout: float, wall_factor: float = 1.0) -> Any:
         """Call `package.module:name` in a process and return its result. Arguments and result are JSON values or bytes.
 
-        Waiting for a free process, its start and its imports do not count towards `timeout` (seconds). With `patience`
-        above 1, a call that has used less CPU time than `timeout` continues for up to `patience` times `timeout`, where
-        the system reports CPU time. When a call times out or is cancelled, its process is killed with all that it has
-        started.
+        Waiting for a free process, its start and its imports do not count towards `timeout` (seconds). Where the system
+        reports CPU time, `timeout` is CPU time, and `wall_factor` times `timeout` the limit by the clock. When a
+        call times out or is cancelled, its process is killed with all that it has started.
         """
         try:
             arguments = pack(args)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CallFailed(type(error).__name__, f"an argument of {function} cannot be passed on: {error}") from error
         self._enter_loop()
-        places = self._places
-        async with places:
-            if places is not self._places:
+        slots = self._slots
+        async with slots:
+            if slots is not self._slots:
                 raise CallFailed("closed", "the sandbox was closed")
             process = await self._free_process()
             try:
-                return await process.call(function, arguments, timeout, patience)
+                return await process.call(function, arguments, timeout, wall_factor)
             finally:
                 if process in self._processes and process.is_alive():
                     self._idle.append(process)
 
     async def close(self) -> None:
         """End all processes; calls that still wait fail."""
-        self._places = asyncio.Semaphore(self._size)
+        self._slots = asyncio.Semaphore(self._size)
         processes, self._processes, self._idle = self._processes, [], []
         for process in processes:
             process.kill("was ended: the sandbox was closed", kind="closed")
         await asyncio.gather(*(process.ended() for process in processes))
 
     def _enter_loop(self) -> None:
+        """Drop the processes of an earlier event loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            for process in self._processes:  # of an event loop that ended without close()
+            for process in self._processes:  # that loop ended without close()
                 process.kill("was ended: its event loop is gone")
             self._processes, self._idle = [], []
-            self._places = asyncio.Semaphore(self._size)
+            self._slots = asyncio.Semaphore(self._size)
             self._loop = loop
 
     async def _free_process(self) -> _Process:
+        """Return an idle process, or start one."""
         while self._idle:
             process = self._idle.pop()
             if process.is_alive():
@@ -159,10 +160,10 @@ class _Process:
         self._loop = asyncio.get_running_loop()
         self._channel = Channel(self._connection_lost)
         try:
-            with child_process.parent_ends() as (self._socket, self._lifeline, descriptors):
+            with child_process.connect_to_child() as (self._socket, self._lifeline, descriptors):
                 command = [sys.executable, "-c", PROGRAM.format(path=sys.path), *map(str, descriptors)]
                 self._process = subprocess.Popen(
-                    command if limits is None else self._confined(command, limits, modules),
+                    command if limits is None else self._confine(command, limits, modules),
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **child_process.ONE_THREAD},
@@ -171,13 +172,13 @@ class _Process:
         except OSError as error:
             raise CallFailed("start", f"no process could be started: {error}") from error
 
-    def _confined(self, command: list[str], limits: Limits, modules: Sequence[str]) -> list[str]:
+    def _confine(self, command: list[str], limits: Limits, modules: Sequence[str]) -> list[str]:
         """Return the command line of a process for untrusted functions, and complete its limits."""
-        self._limits = {**limits, **isolation.identity(contained=limits["contained"])}
+        self._limits = {**limits, **isolation.choose_users(contained=limits["contained"])}
         if not limits["contained"]:
             return command
         libraries = [path for path in sys.path if Path(path).name in LIBRARIES and os.path.isdir(path)]
-        files = {str(path): str(path) for path in (PACKAGE, *libraries, *map(_path_of, modules))}
+        files = {str(path): str(path) for path in (PACKAGE, *libraries, *map(_find_module_files, modules))}
         command = isolation.bubblewrap_command(command, files, user=self._limits["user"], disk_mb=limits["disk_mb"])
         self._group = isolation.make_cgroup(
             limits["memory_mb"] + 2 * limits["disk_mb"] + WORKER_MB, limits["processes"]
@@ -190,16 +191,18 @@ class _Process:
         except BaseException:
             self.kill("could not be connected to")
             raise
-        await self._prepare("start", f"{sandbox_process.__name__}:begin", (SCHEMA, self._memory_mb, self._limits))
+        await self._prepare(
+            "start", f"{sandbox_process.__name__}:apply_limits", (SCHEMA, self._memory_mb, self._limits)
+        )
 
-    async def call(self, function: str, arguments: bytes, timeout: float, patience: float) -> Any:
+    async def call(self, function: str, arguments: bytes, timeout: float, wall_factor: float) -> Any:
         if function not in self._functions:
             await self._prepare(f"import {function}", f"{sandbox_process.__name__}:prepare", (function,))
             self._functions.add(function)
-        outcome = await self._request(function, arguments, timeout, patience)
+        outcome = await self._request(function, arguments, timeout, wall_factor)
         if outcome is None:
             raise CallTimeout(f"{function} took longer than {timeout:g} s")
-        return self._result(outcome)
+        return self._unpack_outcome(outcome)
 
     def is_alive(self) -> bool:
         return not self._killed and not self._lost and self._process.poll() is None
@@ -233,16 +236,16 @@ class _Process:
         outcome = await self._request(function, pack(arguments), START_TIMEOUT_S, failure_kind="start")
         if outcome is None:
             raise CallFailed("start", f"the process did not {what} within {START_TIMEOUT_S:g} s")
-        self._result(outcome)
+        self._unpack_outcome(outcome)
 
     async def _request(
-        self, function: str, arguments: bytes, timeout: float, patience: float = 1.0, failure_kind: str = "process"
+        self, function: str, arguments: bytes, timeout: float, wall_factor: float = 1.0, failure_kind: str = "process"
     ) -> Outcome | None:
         """Return the outcome; None after a timeout. A process that ends raises `CallFailed` with `failure_kind`."""
         try:
             if not self._lost:
                 _, outcome = self._channel.call(function, arguments)
-                if not await self._in_time(outcome, timeout, patience):
+                if not await self._wait_in_time(outcome, timeout, wall_factor):
                     self.kill("was killed: it took too long")
                     return None
                 if not outcome.cancelled():
@@ -253,33 +256,34 @@ class _Process:
             self.kill("was killed: its call was cancelled")
             raise
 
-    async def _in_time(self, outcome: asyncio.Future[Outcome], timeout: float, patience: float) -> bool:
+    async def _wait_in_time(self, outcome: asyncio.Future[Outcome], timeout: float, wall_factor: float) -> bool:
         """Return whether the outcome arrives before the call has used `timeout` seconds of CPU time."""
         start, cpu_start = self._loop.time(), self._cpu_seconds()
         left = timeout
         while left > 0:
-            # unlike asyncio.timeout, this accepts an outcome that arrived while the event loop was busy
+            # Unlike asyncio.timeout, asyncio.wait accepts an outcome that arrived while the event loop was busy.
             if (await asyncio.wait({outcome}, timeout=left))[0]:
                 return True
             unused = timeout - (self._cpu_seconds() - cpu_start)
-            remaining = start + patience * timeout - self._loop.time()
+            remaining = start + wall_factor * timeout - self._loop.time()
             left = min(remaining, max(unused, MIN_CPU_POLL_S) if unused > 0 else 0.0)
         return False
 
     def _cpu_seconds(self) -> float:
         """Return its CPU time so far; wall-clock time where the system does not report it."""
         if sys.platform == "linux" and self._limits is not None:
-            return usage_of_descendants(self._process.pid).cpu_s  # each call has its own process
+            return measure_descendants(self._process.pid).cpu_s  # each call has its own process
         if sys.platform == "linux":
             with suppress(OSError):  # it has just ended
                 return time.clock_gettime(~self._process.pid << 3 | 2)  # Linux's clock id of a process
         return time.monotonic()
 
-    def _result(self, outcome: Outcome) -> Any:
+    def _unpack_outcome(self, outcome: Outcome) -> Any:
+        """Return the result of a call; raise `CallFailed` if the function raised."""
         if isinstance(outcome, Failed):
             fault = outcome.fault
-            held = child_process.resident_mb(self._process.pid)
-            if fault.kind == "MemoryError" and self._limits is None and held > (self._memory_mb or 0) / 2:
+            used_mb = child_process.resident_mb(self._process.pid)
+            if fault.kind == "MemoryError" and self._limits is None and used_mb > (self._memory_mb or 0) / 2:
                 self.kill("was killed: it has no memory left")  # else the next call lacks memory
             raise CallFailed(fault.kind, fault.message, fault.traceback)
         try:
@@ -302,7 +306,7 @@ class _Process:
         return self._cause
 
 
-def _limits(memory_mb: int | None) -> Limits:
+def _untrusted_limits(memory_mb: int | None) -> Limits:
     settings = isolation.current_settings()
     return {
         "memory_mb": min(memory_mb or settings.memory_mb, settings.memory_mb),
@@ -315,11 +319,11 @@ def _limits(memory_mb: int | None) -> Limits:
     }
 
 
-def _path_of(module: str) -> Path:
+def _find_module_files(module: str) -> Path:
     """Return the folder of the package that a module is in, or its file if it is in none."""
     name = module.partition(".")[0]
     spec = importlib.util.find_spec(name)
-    places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
-    if not places or not os.path.exists(places[0]):
+    locations = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
+    if not locations or not os.path.exists(locations[0]):
         raise CallFailed("start", f"module {name} has no files")
-    return Path(places[0])
+    return Path(locations[0])

@@ -18,7 +18,7 @@ import msgspec
 
 from headrace import imports
 from headrace.environments import code_runner
-from headrace.environments.channel import HEADER_BYTES, Call, Failed, Outcome, Result, encode, framed
+from headrace.environments.channel import HEADER_BYTES, Call, Failed, Outcome, Result, encode, frame_message
 from headrace.environments.child_process import adopt_orphans, connect_to_parent
 from headrace.environments.fault import Fault, fault_of
 from headrace.safe_text import encodable
@@ -71,8 +71,8 @@ def import_function(path: str) -> Callable[..., Any]:
 _confinement: Limits | None = None
 
 
-def begin(schema: int, memory_mb: int | None, limits: Limits | None) -> None:
-    """In a process of a sandbox: take the limits; the first call."""
+def apply_limits(schema: int, memory_mb: int | None, limits: Limits | None) -> None:
+    """Apply the limits of a sandbox to this process, which its first call requests."""
     global _confinement
     if schema != SCHEMA:
         raise RuntimeError(f"the parent uses schema {schema}, this process {SCHEMA}: restart the run")
@@ -94,7 +94,7 @@ def prepare(function: str) -> None:
 
 
 def main() -> None:
-    """In a process of a sandbox: execute calls until the parent closes the socket."""
+    """Execute calls in a process of a sandbox until the parent closes the socket."""
     with connect_to_parent() as parent, parent.makefile("rwb") as stream:
         while header := stream.read(HEADER_BYTES):
             call = _calls.decode(stream.read(int.from_bytes(header, "big")))
@@ -110,11 +110,11 @@ def _execute(call: Call) -> bytes:
     """Return the framed outcome of a call."""
     try:
         value = import_function(call.method)(*unpack(call.arguments))
-        return framed(Result(call.number, msgspec.Raw(pack(value))))
+        return frame_message(Result(call.number, msgspec.Raw(pack(value))))
     except BaseException as error:  # sys.exit() included: it fails its call, not the process
         fault = fault_of(error)
         short = msgspec.structs.replace(fault, message=fault.message[:MAX_ERROR_CHARS])
-        return framed(Failed(call.number, short))
+        return frame_message(Failed(call.number, short))
 
 
 def _execute_confined(call: Call, limits: Limits) -> bytes:
@@ -130,11 +130,11 @@ def _execute_confined(call: Call, limits: Limits) -> bytes:
     if os.fork() == 0:
         try:
             os.setsid()
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for target, source in enumerate((nowhere, nowhere, nowhere, writing)):
+            devnull = os.open(os.devnull, os.O_RDWR)
+            for target, source in enumerate((devnull, devnull, devnull, writing)):
                 os.dup2(source, target)
             os.closerange(4, 1 << 16)  # above all the socket to the parent
-            code_runner.give_up_rights(limits)
+            code_runner.drop_privileges(limits)
             with os.fdopen(3, "wb") as report:
                 report.write(_execute(call))
         finally:
@@ -149,7 +149,7 @@ def _execute_confined(call: Call, limits: Limits) -> bytes:
         outcome = _outcomes.decode(frame[HEADER_BYTES:])
     except (msgspec.DecodeError, RecursionError):
         outcome = Failed(call.number, Fault("process", "the process of the call ended without a result", "process", ""))
-    return framed(msgspec.structs.replace(outcome, number=call.number))
+    return frame_message(msgspec.structs.replace(outcome, number=call.number))
 
 
 def _read_frame(reading: int, limits: Limits) -> bytes:
@@ -161,6 +161,6 @@ def _read_frame(reading: int, limits: Limits) -> bytes:
             if not content or len(frame) > limits["max_output"]:
                 break
             frame += content
-        elif code_runner.exceeds(code_runner.usage_of_descendants(os.getpid()), limits):
+        elif code_runner.exceeds_limits(code_runner.measure_descendants(os.getpid()), limits):
             break
     return bytes(frame)

@@ -16,7 +16,7 @@ from headrace.errors import BadInput
 from headrace.inference.schema import StructuredOutputs
 from headrace.rollout.types import Message, Rollout, Task, Turn
 
-Answer = Callable[[Sequence[Message]], Message | str | Reply]
+AnswerFunction = Callable[[Sequence[Message]], Message | str | Reply]
 """Returns the next reply to a conversation: a text, a message (perhaps with tool calls), or a whole reply."""
 
 MAX_EMPTY_EPISODES = 100
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"\d{1,15}")
 class Script:
     """A context with scripted replies. `calls` has the messages and tools of each call."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: AnswerFunction) -> None:
         self._answer = answer
         self.calls: list[tuple[list[Message], list[dict[str, Any]]]] = []
 
@@ -62,8 +62,8 @@ def as_reply(answer: Message | str | Reply) -> Reply:
     text = str(message.get("content") or "")
     thought = message.get("reasoning_content")
     raw = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
-    nothing = np.empty(0)
-    return Reply(message, Turn(nothing, nothing, nothing, nothing, 1.0), calls, raw)
+    empty = np.empty(0)
+    return Reply(message, Turn(empty, empty, empty, empty, 1.0), calls, raw)
 
 
 def call_tool(name: str, /, **arguments: Any) -> Message:
@@ -72,7 +72,7 @@ def call_tool(name: str, /, **arguments: Any) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-async def play(environment: Environment, task: Task, answer: Answer) -> tuple[list[Rollout], Script]:
+async def play(environment: Environment, task: Task, answer: AnswerFunction) -> tuple[list[Rollout], Script]:
     """Run one episode with these replies."""
     script = Script(answer)
     return await environment.run(task, script), script
@@ -113,19 +113,19 @@ def demonstrate(environment: Environment, seed: int) -> Iterator[Demonstration]:
         loop.close()
 
 
-def perturbed(answer: Message | str, rng: random.Random) -> Message | str:
+def perturb_reply(answer: Message | str, rng: random.Random) -> Message | str:
     """Return the reply with its last number changed, or else a letter; in every argument of its tool calls, if any."""
     if isinstance(answer, str):
-        return _perturbed_text(answer, rng)
+        return _perturb_text(answer, rng)
     changed = dict(answer)
     if changed.get("tool_calls"):
-        changed["tool_calls"] = [_perturbed_call(call, rng) for call in changed["tool_calls"]]
+        changed["tool_calls"] = [_perturb_call(call, rng) for call in changed["tool_calls"]]
     else:
-        changed["content"] = _perturbed_text(str(changed.get("content") or ""), rng)
+        changed["content"] = _perturb_text(str(changed.get("content") or ""), rng)
     return changed
 
 
-def _perturbed_text(text: str, rng: random.Random) -> str:
+def _perturb_text(text: str, rng: random.Random) -> str:
     numbers = list(_NUMBER.finditer(text))
     if numbers:
         last = numbers[-1]
@@ -138,11 +138,11 @@ def _perturbed_text(text: str, rng: random.Random) -> str:
     return text[:place] + other + text[place + 1 :]
 
 
-def _perturbed_call(call: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def _perturb_call(call: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     arguments = dict(call["function"]["arguments"])
     for name, value in arguments.items():
         if isinstance(value, str):
-            arguments[name] = _perturbed_text(value, rng)
+            arguments[name] = _perturb_text(value, rng)
         elif isinstance(value, int | float):
             arguments[name] = value + rng.randint(1, 9)
     return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -17,12 +17,12 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.environments.arguments import bound, check_mistakes
+from headrace.environments.arguments import bind_args, check_mistakes
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards.base import SampleData
 from headrace.environments.rewards.running import RewardFailure, Rewards
-from headrace.environments.script import perturbed
+from headrace.environments.script import perturb_reply
 from headrace.rollout.types import Message, Rollout, RolloutError, Task
 
 Row = dict[str, Any]
@@ -91,7 +91,7 @@ class SingleTurn(Environment):
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """Add the scores of group rewards; the other rewards were scored with their episodes."""
-        rows = [self._row_of(rollout) for rollout in rollouts]
+        rows = [self._find_row(rollout) for rollout in rollouts]
         texts = [str(rollout.messages[-1]["content"]) for rollout in rollouts]
         texts = texts if self._raw else [text.strip("\n") for text in texts]
         prompts = [prompt if isinstance(prompt := self._prompt(row), str) else prompt[-1]["content"] for row in rows]
@@ -104,7 +104,7 @@ class SingleTurn(Environment):
                     else:
                         setattr(rollout, target, {**getattr(rollout, target), name: score})
 
-    def _row_of(self, rollout: Rollout) -> Row:
+    def _find_row(self, rollout: Rollout) -> Row:
         """Return the task's data: a group is scored without its task, perhaps in a process that never read it."""
         if not self._rows_by_key:
             own_keys = (key if isinstance(key := row.get("key"), str) else "" for row in self.tasks())
@@ -127,7 +127,7 @@ class SingleTurn(Environment):
         """Return the gold reply for a wrong `answer`, where the gold reply depends on it."""
         answer = task.data.get("answer")
         if isinstance(answer, str):
-            wrong = Task(task.env, {**task.data, "answer": perturbed(answer, rng)}, task.key)
+            wrong = Task(task.env, {**task.data, "answer": perturb_reply(answer, rng)}, task.key)
             if (mistaken := self.gold(wrong, messages)) != self.gold(task, messages):
                 return mistaken
         return super().mistake(task, messages, rng)
@@ -150,7 +150,7 @@ def environment(
                 **args: Any,
             ) -> None:  # fmt: skip
                 own: dict[str, Any] = {"metrics": metrics, "demonstrate_mistakes": demonstrate_mistakes, **settings}
-                super().__init__(bound(data, args), prompt, rewards, **own)
+                super().__init__(bind_args(data, args), prompt, rewards, **own)
 
         Made.__name__ = Made.__qualname__ = prompt.__name__
         Made.__module__, Made.__doc__ = prompt.__module__, prompt.__doc__

@@ -23,7 +23,7 @@ FILES = (".jsonl", ".json", ".parquet")
 IN_DIRECTORIES = (".jsonl", ".parquet")
 """Suffixes of data files in a directory. A single file may also be JSON lines with the suffix `.json`."""
 
-Wanted = Callable[[list[str]], list[str]]
+ColumnSelector = Callable[[list[str]], list[str]]
 """Selects the columns that are read."""
 
 
@@ -35,28 +35,28 @@ def all_columns(known: list[str]) -> list[str]:
     return known
 
 
-def file_table(file: Path, wanted: Wanted = all_columns) -> Table:
+def open_file_table(file: Path, select: ColumnSelector = all_columns) -> Table:
     if not file.is_file():
         raise DataError("no such file", file=file)
     if file.suffix == ".parquet":
-        return Parquet(file, wanted)
+        return Parquet(file, select)
     if file.suffix in (".jsonl", ".json"):
         return JsonLines(file)
     raise DataError("not a data file", file=file, fix="Give a .jsonl or .parquet file, or a directory of them.")
 
 
-def directory_tables(directory: Path, wanted: Wanted = all_columns) -> list[Table]:
+def open_directory_tables(directory: Path, select: ColumnSelector = all_columns) -> list[Table]:
     """Return the tables of all data files below a directory, sorted by name."""
     files = sorted(file for file in directory.rglob("*") if file.suffix in IN_DIRECTORIES and file.is_file())
     if not files:
         raise DataError(f"the directory has no {' or '.join(IN_DIRECTORIES)} file", file=directory)
-    return [file_table(file, wanted) for file in files]
+    return [open_file_table(file, select) for file in files]
 
 
-def dataset_table(name: str, subset: str | None, split: str, wanted: Wanted = all_columns) -> Table:
-    """Return a Hugging Face dataset: one on the hub, or a local directory that the library can load."""
+def open_dataset_table(name: str, subset: str | None, split: str, select: ColumnSelector = all_columns) -> Table:
+    """Return the table of a Hugging Face dataset: one on the hub, or a local directory that the library can load."""
     title = dataset_title(name, subset, split)
-    return Dataset(_load(name, subset, split, title), wanted, title)
+    return Dataset(_load_dataset(name, subset, split, title), select, title)
 
 
 def dataset_title(name: str, subset: str | None, split: str) -> str:
@@ -110,14 +110,14 @@ class JsonLines:
 class Parquet:
     """The selected columns of a Parquet file in Arrow memory."""
 
-    def __init__(self, path: Path, wanted: Wanted) -> None:
+    def __init__(self, path: Path, select: ColumnSelector) -> None:
         import pyarrow
         import pyarrow.parquet
 
         self._path = path
         try:
             known = pyarrow.parquet.read_schema(path).names
-            self._table = pyarrow.parquet.read_table(path, columns=wanted(known))
+            self._table = pyarrow.parquet.read_table(path, columns=select(known))
         except pyarrow.ArrowInvalid as error:
             raise DataError(f"cannot be read as Parquet: {error}", file=path) from error
 
@@ -125,11 +125,11 @@ class Parquet:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Any:
-        return _row(self._table.slice(index, 1).to_pylist()[0])
+        return _convert_row(self._table.slice(index, 1).to_pylist()[0])
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._table.to_batches(max_chunksize=1000):
-            yield from map(_row, batch.to_pylist())
+            yield from map(_convert_row, batch.to_pylist())
 
     def place(self, index: int) -> tuple[str, int]:
         return str(self._path), index + 1
@@ -138,18 +138,18 @@ class Parquet:
 class Dataset:
     """A loaded `datasets.Dataset`, memory-mapped from disk."""
 
-    def __init__(self, dataset: Any, wanted: Wanted, title: str) -> None:
-        self._dataset = dataset.select_columns(wanted(dataset.column_names))
+    def __init__(self, dataset: Any, select: ColumnSelector, title: str) -> None:
+        self._dataset = dataset.select_columns(select(dataset.column_names))
         self._title = title
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return _row(self._dataset[index])
+        return _convert_row(self._dataset[index])
 
     def __iter__(self) -> Iterator[Any]:
-        return map(_row, self._dataset)
+        return map(_convert_row, self._dataset)
 
     def place(self, index: int) -> tuple[str, int]:
         return self._title, index + 1
@@ -159,7 +159,7 @@ Table = JsonLines | Parquet | Dataset
 """Rows by number; `place` returns the file or dataset of a row, and the line or row in it, from 1."""
 
 
-def _load(name: str, subset: str | None, split: str, title: str) -> Any:
+def _load_dataset(name: str, subset: str | None, split: str, title: str) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -192,7 +192,7 @@ def _check_split(split: str, known: list[str], title: str) -> None:
         raise DataError("no such split", key="split", value=split, file=title, fix=f"Splits: {', '.join(known)}.")
 
 
-def _row(columns: dict[str, Any]) -> dict[str, Any]:
+def _convert_row(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: _without_nulls(value) for name, value in columns.items()}
 
 
@@ -230,7 +230,7 @@ class Row:
         return next((self.content[name] for name in names if self.content.get(name) is not None), None)
 
     def text(self, *names: str) -> str:
-        """Return the same value, which must be a text. The first name is ours."""
+        """Return the text in the first of these columns that is not null, or raise. The first name is ours."""
         value = self.find(*names)
         if value is None:
             if empty := [name for name in names if name in self.content]:
@@ -264,29 +264,29 @@ def read_rows(
     `source` is a JSONL or Parquet file; a directory with a file per split, or, without `split`, with any files; a
     directory that the datasets library can load; or the name of a dataset on the hub.
     """
-    for row in islice(located_rows(source, split, subset, columns), limit):
+    for row in islice(read_located_rows(source, split, subset, columns), limit):
         yield row.content
 
 
-def located_rows(
+def read_located_rows(
     source: str | Path, split: str | None = None, subset: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Iterator[Row]:
-    """Yield the same rows with their file and line."""
-    for table in _tables(source, split, subset):
+    """Yield the rows of `read_rows` with their file and line."""
+    for table in _open_tables(source, split, subset):
         for index, content in enumerate(table):
             yield Row(content, table.place(index), columns)
 
 
-def _tables(source: str | Path, split: str | None, subset: str | None) -> list[Table]:
+def _open_tables(source: str | Path, split: str | None, subset: str | None) -> list[Table]:
     path = Path(source)
     if path.is_file() or path.suffix in FILES:
-        return [file_table(path)]
+        return [open_file_table(path)]
     if not path.is_dir():
-        return [dataset_table(str(source), subset, split or DEFAULT_SPLIT)]
+        return [open_dataset_table(str(source), subset, split or DEFAULT_SPLIT)]
     files = [path / (subset or "") / f"{split}{suffix}" for suffix in FILES]
     existing = [file for file in files if split and file.is_file()]
     if existing:
-        return [file_table(existing[0])]
+        return [open_file_table(existing[0])]
     if split is None and subset is None and not is_saved_dataset(path):
-        return directory_tables(path)
-    return [dataset_table(str(path), subset, split or DEFAULT_SPLIT)]
+        return open_directory_tables(path)
+    return [open_dataset_table(str(path), subset, split or DEFAULT_SPLIT)]

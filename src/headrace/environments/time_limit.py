@@ -23,14 +23,14 @@ MAX_STUCK_CALLS = 16
 
 
 class OutOfTime(Exception):
-    """The call did not return in time, or was not made since earlier ones never returned."""
+    """A call that did not return in time, or was not made since earlier ones never returned."""
 
 
 class _Abandoned(BaseException):
     """Raised in the thread of an abandoned call."""
 
 
-class Limited:
+class LimitedFunction:
     """A function with a time limit of `timeout` seconds; None for a function that has its own limits.
 
     Without `in_thread` a synchronous function is called in the event loop, where it cannot be interrupted.
@@ -116,8 +116,8 @@ class ThreadCall:
         except _Abandoned:  # just after the function had returned
             return
         with suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self._settle, value, error)
+            self._loop.call_soon_threadsafe(self._set_outcome, value, error)
 
-    def _settle(self, value: Any, error: BaseException | None) -> None:
+    def _set_outcome(self, value: Any, error: BaseException | None) -> None:
         if not self._outcome.done():
             self._outcome.set_result((value, error))

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.environments.base import ChatFailed, Environment, EpisodeError, PromptTooLong, Reply
-from headrace.environments.channel import Call, Cancel, Channel, Failed, Result, decoder, encode
+from headrace.environments.channel import Call, Cancel, Channel, Failed, Result, encode, make_decoder
 from headrace.environments.child_process import connect_to_parent
 from headrace.environments.registry import load_environment
 from headrace.inference.schema import StructuredOutputs
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 3
 
-_load_arguments = decoder(tuple[int, str, dict[str, Any], list[str]])
-_run_arguments = decoder(tuple[Task])
-_score_arguments = decoder(tuple[list[Rollout]])
-_replies = decoder(Reply)
+_load_arguments = make_decoder(tuple[int, str, dict[str, Any], list[str]])
+_run_arguments = make_decoder(tuple[Task])
+_score_arguments = make_decoder(tuple[list[Rollout]])
+_replies = make_decoder(Reply)
 
 
 class Scores(msgspec.Struct, array_like=True):
@@ -46,7 +46,7 @@ class Worker:
     """The environment and its jobs. The parent calls `load` first, then `run` and `score`."""
 
     def __init__(self) -> None:
-        self.channel = Channel(self._parent_left, self._serve)
+        self.channel = Channel(self._on_parent_lost, self._handle_call)
         self._environment: Environment | None = None
         self._end: asyncio.Future[int]
 
@@ -63,12 +63,12 @@ class Worker:
             await self._environment.close()
         return status
 
-    def _parent_left(self) -> None:
+    def _on_parent_lost(self) -> None:
         if self.channel.cause:
             log.error("the parent %s; this worker ends", self.channel.cause)
         self._end.set_result(1 if self.channel.cause else 0)
 
-    async def _serve(self, call: Call) -> list[Rollout] | list[Scores] | None:
+    async def _handle_call(self, call: Call) -> list[Rollout] | list[Scores] | None:
         if call.method == "load":
             schema, identifier, args, module_path = _load_arguments.decode(call.arguments)
             sys.path[:] = module_path

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace.environments.base import Context, Demonstration, Environment, EpisodeError, Reply
-from headrace.environments.channel import CANCELLED, Call, Cancel, Channel, Failed, Outcome, decoder, encode
-from headrace.environments.child_process import describe_exit, kill_group, parent_ends, resident_mb
+from headrace.environments.channel import CANCELLED, Call, Cancel, Channel, Failed, Outcome, encode, make_decoder
+from headrace.environments.child_process import connect_to_child, describe_exit, kill_group, resident_mb
 from headrace.environments.fault import CANCELLED_ITSELF, Fault
 from headrace.environments.worker import SCHEMA, Scores
 from headrace.errors import Failure
@@ -32,20 +32,20 @@ MIN_RESTART_DELAY_S = 0.1
 MAX_RESTART_DELAY_S = 30.0
 """The delay before a worker is restarted doubles each time one dies without having finished a job."""
 MAX_FAILED_STARTS = 3
-"""Workers that may die so in a row before the waiting episodes fail."""
+"""Workers in a row that may die without having finished a job before the waiting episodes fail."""
 
-_rollouts = decoder(list[Rollout])
-_scores = decoder(list[Scores])
-_chat_arguments = decoder(tuple[int, Any, Any, Any, StructuredOutputs | None])
+_rollouts = make_decoder(list[Rollout])
+_scores = make_decoder(list[Scores])
+_chat_arguments = make_decoder(tuple[int, Any, Any, Any, StructuredOutputs | None])
 
 
 class WorkerLimits(msgspec.Struct, frozen=True):
     """When a worker is replaced, and its timeouts in seconds."""
 
     recycle_after: int = 10_000
-    """Episodes."""
+    """Episodes that a worker runs before it is replaced."""
     max_memory_mb: float | None = None
-    """Resident memory, checked after each episode."""
+    """Resident memory above which a worker is replaced, checked after each episode."""
     grace: float = 10.0
     """Seconds to stop a cancelled episode, or to end when the channel closes, before the worker is killed."""
     start_timeout: float = 300.0
@@ -72,7 +72,7 @@ class WorkerPool(Environment):
         self._identifier, self._args, self._limits = identifier, args, limits or WorkerLimits()
         self._workers: list[WorkerProcess] = []
         """Workers that are starting, running or draining."""
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._waiting: set[asyncio.Future[str]] = set()
         self._reported: set[str] = set()
 
@@ -96,41 +96,41 @@ class WorkerPool(Environment):
             await asyncio.gather(*(worker.start() for worker in workers))
             for worker in workers:
                 if not worker.ready:
-                    self._report_refusal(worker)
+                    self._report_load_error(worker)
                     raise WorkersFailed(f"a worker process of environment {self._identifier!r} {worker.cause}")
         except BaseException:
             await self.close()
             raise
-        self._keepers = [asyncio.create_task(self._keep(worker)) for worker in workers]
+        self._supervisors = [asyncio.create_task(self._supervise(worker)) for worker in workers]
 
     async def close(self) -> None:
         """End all workers; episodes that still run fail."""
-        keepers, self._keepers = self._keepers, []
-        for keeper in keepers:
-            keeper.cancel()
-        ends = await asyncio.gather(*keepers, return_exceptions=True)
+        supervisors, self._supervisors = self._supervisors, []
+        for supervisor in supervisors:
+            supervisor.cancel()
+        ends = await asyncio.gather(*supervisors, return_exceptions=True)
         self._wake_waiting("the worker pool was closed")
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers.clear()
         for end in ends:
-            if isinstance(end, Exception):  # a bug: keepers end by cancellation
+            if isinstance(end, Exception):  # a bug: supervisors end by cancellation
                 raise end
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
-        worker = await self._least_busy()
-        rollouts: list[Rollout] = await worker.ask("run", task, _rollouts, context)
+        worker = await self._wait_for_worker()
+        rollouts: list[Rollout] = await worker.run_job("run", task, _rollouts, context)
         return rollouts
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        worker = await self._least_busy()
-        scores: list[Scores] = await worker.ask("score", list(rollouts), _scores)
+        worker = await self._wait_for_worker()
+        scores: list[Scores] = await worker.run_job("score", list(rollouts), _scores)
         for rollout, changed in zip(rollouts, scores, strict=True):
             rollout.rewards, rollout.metrics, rollout.error = changed.rewards, changed.metrics, changed.error
 
-    async def _least_busy(self) -> WorkerProcess:
+    async def _wait_for_worker(self) -> WorkerProcess:
         """Wait for a ready worker and return the one with the fewest jobs."""
         while not (ready := [worker for worker in self._workers if worker.ready]):
-            if all(keeper.done() for keeper in self._keepers):
+            if all(supervisor.done() for supervisor in self._supervisors):
                 raise RuntimeError("the worker pool is not running: call start() first")
             wakeup: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             self._waiting.add(wakeup)
@@ -147,16 +147,16 @@ class WorkerPool(Environment):
             if not wakeup.done():
                 wakeup.set_result(error)
 
-    async def _keep(self, worker: WorkerProcess) -> None:
+    async def _supervise(self, worker: WorkerProcess) -> None:
         """Replace a worker whenever it leaves the pool."""
         failures, delay = 0, MIN_RESTART_DELAY_S
         while True:
-            await worker.left.wait()
-            if worker.retired or worker.finished:
+            await worker.left_pool.wait()
+            if worker.retired or worker.jobs_finished:
                 failures, delay = 0, MIN_RESTART_DELAY_S
             else:
                 failures += 1
-                self._report_refusal(worker)
+                self._report_load_error(worker)
                 if failures >= MAX_FAILED_STARTS:
                     text = f"{failures} worker processes in a row ended without a finished job; the last {worker.cause}"
                     self._wake_waiting(text)
@@ -172,10 +172,10 @@ class WorkerPool(Environment):
         self._workers = [*(other for other in self._workers if not other.ended), worker]
         return worker
 
-    def _report_refusal(self, worker: WorkerProcess) -> None:
-        if worker.refusal and worker.refusal not in self._reported:
-            self._reported.add(worker.refusal)
-            log.error("a worker process cannot load %s:\n%s", self._identifier, worker.refusal.rstrip())
+    def _report_load_error(self, worker: WorkerProcess) -> None:
+        if worker.load_error and worker.load_error not in self._reported:
+            self._reported.add(worker.load_error)
+            log.error("a worker process cannot load %s:\n%s", self._identifier, worker.load_error.rstrip())
 
 
 class Job:
@@ -194,28 +194,28 @@ class Job:
 
 
 class WorkerProcess:
-    """One process, from its start to its end. `left` is set when it takes no more jobs, for any reason."""
+    """One process, from its start to its end. `left_pool` is set when it takes no more jobs, for any reason."""
 
     def __init__(self, identifier: str, args: dict[str, Any], limits: WorkerLimits) -> None:
         self.jobs: dict[int, Job] = {}
         self.ready = False
         self.retired = False
-        self.left = asyncio.Event()
+        self.left_pool = asyncio.Event()
         self.ended = False
-        self.finished = 0
+        self.jobs_finished = 0
         """Jobs that have ended regularly."""
         self.cause = ""
         """How or why it ended, such as "was ended by SIGKILL"."""
-        self.refusal = ""
+        self.load_error = ""
         """The traceback of an environment that cannot be loaded in the worker."""
         self._identifier = identifier
         self._args = args
         self._limits = limits
-        self._taken = 0
+        self._jobs_taken = 0
         self._lost = asyncio.Event()
         self._closing = False
         self._channel = Channel(self._connection_lost, self._chat)
-        self._following: asyncio.Task[None] | None = None
+        self._exit_watcher: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process
         self._lifeline: int
 
@@ -226,31 +226,31 @@ class WorkerProcess:
         except Exception as error:  # no memory, descriptors or threads left: may succeed later
             self.cause = f"could not be started: {type(error).__name__}: {error}"
             self.ended = True
-            self.left.set()
+            self.left_pool.set()
             return
-        self._following = asyncio.create_task(self._follow())
+        self._exit_watcher = asyncio.create_task(self._wait_for_exit())
         _, loading = self._channel.call("load", encode((SCHEMA, self._identifier, self._args, sys.path)))
         await asyncio.wait({loading}, timeout=self._limits.start_timeout)
         if not loading.done():
             self._kill(f"did not load the environment within {self._limits.start_timeout:g} s")
         elif isinstance(failed := loading.result(), Failed):
             self.cause = self.cause or f"cannot load the environment: {failed.fault.text}"
-            self.refusal = failed.fault.traceback
+            self.load_error = failed.fault.traceback
             self._channel.close()  # it has `grace` seconds to close what it had opened
         else:
             self.ready = not self.cause
         if not self.ready:
-            await asyncio.shield(self._following)
+            await asyncio.shield(self._exit_watcher)
 
-    async def ask(
+    async def run_job(
         self, method: str, argument: Any, result: msgspec.msgpack.Decoder[Any], context: Context | None = None
     ) -> Any:
         """Run one job and return its decoded result. Cancelling this cancels the job."""
         number, pending = self._channel.call(method, encode((argument,)))
         job = self.jobs[number] = Job(context)
         pending.add_done_callback(partial(self._finish, number))
-        self._taken += 1
-        if self._taken >= self._limits.recycle_after:
+        self._jobs_taken += 1
+        if self._jobs_taken >= self._limits.recycle_after:
             self.retire()
         try:
             outcome = await asyncio.shield(pending)
@@ -279,18 +279,18 @@ class WorkerProcess:
         """Take no more jobs, finish the current ones, and end."""
         self.retired = True
         self.ready = False
-        self.left.set()
+        self.left_pool.set()
         self._close_if_drained()
 
     async def close(self) -> None:
         """End it, even while jobs run."""
-        if self._following is not None:
+        if self._exit_watcher is not None:
             self._closing = True
             self._channel.close()
-            await self._following
+            await self._exit_watcher
 
     async def _spawn(self) -> None:
-        with parent_ends() as (ours, self._lifeline, descriptors):
+        with connect_to_child() as (ours, self._lifeline, descriptors):
             await self._channel.open(ours)
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -303,8 +303,8 @@ class WorkerProcess:
                 self._channel.abort()
                 raise
 
-    async def _follow(self) -> None:
-        """Wait for its end and clean up."""
+    async def _wait_for_exit(self) -> None:
+        """Wait until the process has ended, and clean up."""
         exited, lost = asyncio.ensure_future(self._process.wait()), asyncio.ensure_future(self._lost.wait())
         await asyncio.wait({exited, lost}, return_when=asyncio.FIRST_COMPLETED)
         self.ready = False
@@ -327,12 +327,12 @@ class WorkerProcess:
             if not pending.done():
                 pending.set_result(Failed(number, fault, "worker"))
         self.ended = True
-        self.left.set()
+        self.left_pool.set()
 
     def _finish(self, number: int, pending: asyncio.Future[Outcome]) -> None:
         if self.jobs.pop(number, None) is None:  # the process has ended
             return
-        self.finished += 1
+        self.jobs_finished += 1
         limit = self._limits.max_memory_mb
         if limit is not None and not self.retired and resident_mb(self._process.pid) > limit:
             log.info("a worker of %s has grown beyond %g MB and is replaced", self._identifier, limit)

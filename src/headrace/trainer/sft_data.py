@@ -25,10 +25,10 @@ from headrace.environments.registry import load_environment
 from headrace.environments.tables import (
     DEFAULT_SPLIT,
     Table,
-    dataset_table,
     dataset_title,
-    directory_tables,
-    file_table,
+    open_dataset_table,
+    open_directory_tables,
+    open_file_table,
 )
 from headrace.errors import DataError
 from headrace.rollout.digest import fingerprint
@@ -151,7 +151,7 @@ def open_rows(source: SourceConfig) -> Rows | None:
     if source.name is None:
         return None
     split = source.split or DEFAULT_SPLIT
-    table = dataset_table(source.name, source.subset, split, partial(_selected, source=source))
+    table = open_dataset_table(source.name, source.subset, split, partial(_selected, source=source))
     return Rows([table], columns, dataset_title(source.name, source.subset, split), parse)
 
 
@@ -174,7 +174,7 @@ def _tables(path: Path, source: SourceConfig) -> list[Table]:
     if not path.exists():
         raise DataError("no such file or directory", file=path)
     selected = partial(_selected, source=source)
-    return directory_tables(path, selected) if path.is_dir() else [file_table(path, selected)]
+    return open_directory_tables(path, selected) if path.is_dir() else [open_file_table(path, selected)]
 
 
 def _selected(existing: list[str], source: SourceConfig) -> list[str]:

@@ -125,7 +125,7 @@ async def test_an_answer_that_its_scorer_fails_on_earns_nothing_and_is_counted(m
         wrong = await played(environment, task, "[[0]]")
         ends_process = await played(environment, task, "__import__('sys').exit(1)")
         monkeypatch.setattr(environment._reward, "_timeout", 0.2)
-        monkeypatch.setattr(rewards, "CPU_BOUND_PATIENCE", 1.0)
+        monkeypatch.setattr(rewards, "WALL_FACTOR", 1.0)
         never_ends = await played(environment, task, "9**9**9**9")
     finally:
         await environment.close()

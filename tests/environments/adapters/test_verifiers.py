@@ -13,7 +13,7 @@ import pytest
 
 from headrace.environments.base import Environment, EpisodeError, PromptTooLong, Reply, Task, ToolCall, tasks_of
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.script import Answer, as_reply, call_tool, play
+from headrace.environments.script import AnswerFunction, as_reply, call_tool, play
 from headrace.errors import BadInput
 from headrace.observe.metrics import read_metrics
 from headrace.orchestrator.sampler import Sampler
@@ -56,7 +56,7 @@ async def played(name: str, *replies: Message | str | Reply, **args: Any) -> lis
         return (await play(environment, task, in_order(*replies)))[0]
 
 
-def in_order(*replies: Message | str | Reply) -> Answer:
+def in_order(*replies: Message | str | Reply) -> AnswerFunction:
     left = iter(replies)
     return lambda messages: next(left)
 

@@ -35,7 +35,7 @@ def test_the_plugins_of_the_page_run_in_a_file_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for registry in (DATA_PROVIDERS, REWARDS, OBJECTIVES):  # what the page registers is not for other tests
-        monkeypatch.setattr(registry, "_plugins", dict(registry._all()))
+        monkeypatch.setattr(registry, "_plugins", dict(registry._load_plugins()))
     file = tmp_path / "mine.py"
     file.write_text("\n".join((REWARD, DATA, OBJECTIVE, TRYING, CHECK)))
     runpy.run_path(str(file))

@@ -172,7 +172,7 @@ def test_a_group_of_a_repeated_question_is_scored_by_its_own_row(tmp_path: Path)
     rows = [{"id": number, "question": "2+2?", "answer": "4"} for number in range(2)]
     environment = local(tmp_path / "rows.jsonl", *rows)
     rollouts = [Rollout(env="hackable", task_key=task.key) for task in tasks_of(environment, "hackable")]
-    assert [environment._row_of(rollout)["info"]["id"] for rollout in rollouts] == [0, 1]  # type: ignore[attr-defined]
+    assert [environment._find_row(rollout)["info"]["id"] for rollout in rollouts] == [0, 1]  # type: ignore[attr-defined]
 
 
 def test_another_question_under_the_same_key_is_refused_with_what_to_do(tmp_path: Path):

@@ -176,7 +176,7 @@ async def test_a_solution_that_holds_up_or_brings_down_the_process_scores_nothin
     os.kill(process._process.pid, signal.SIGKILL)
     assert (await scoring, reward.counts["failures"], reward.counts["timeouts"]) == (0.0, 1, 0)
     await reward(answer(""), {"tests": ["pass"]})
-    monkeypatch.setattr(code, "CPU_BOUND_PATIENCE", 0.0)
+    monkeypatch.setattr(code, "WALL_FACTOR", 0.0)
     monkeypatch.setattr(code, "GRACE_S", 0.5)
     hang = answer("import time\ntime.sleep(3600)")  # another user's process may not write to the file
     assert (await reward(hang, {"tests": ["pass"]}), reward.counts["failures"], reward.counts["timeouts"]) == (
@@ -218,7 +218,7 @@ async def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path):
         os.close(here)
         here = there
     os.close(here)
-    assert code_runner._is_fuller(str(top), 1 << 40)
+    assert code_runner._exceeds_disk_limit(str(top), 1 << 40)
     code_runner.remove_tree(str(top))
     assert not top.exists()
 
@@ -239,8 +239,8 @@ async def test_what_fills_a_directory_is_every_entry_in_it(tmp_path: Path):
     (tmp_path / "d" / "empty").touch()
     (tmp_path / "link").symlink_to("/")
     entries = 6
-    assert not code_runner._is_fuller(str(tmp_path), entries * 8192)
-    assert code_runner._is_fuller(str(tmp_path), entries * code_runner.SMALLEST_ENTRY - 1)
+    assert not code_runner._exceeds_disk_limit(str(tmp_path), entries * 8192)
+    assert code_runner._exceeds_disk_limit(str(tmp_path), entries * code_runner.MIN_ENTRY_BYTES - 1)
 
 
 @LINUX

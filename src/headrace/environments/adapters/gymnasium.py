@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace import imports
 from headrace.environments.adapters import library
-from headrace.environments.arguments import bound, check_flag, check_whole, import_argument
+from headrace.environments.arguments import bind_args, check_flag, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.common import seeds_of, tagged
@@ -141,7 +141,7 @@ def _parts(method: str, returned: Any, count: int, wanted: str) -> Any:
 def _maker(name: str, make: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that makes a game; the name and the arguments are checked now."""
     if ":" in name and not name.startswith("gymnasium"):
-        return bound(imports.load(name, None), make, within="make.")
+        return bind_args(imports.load(name, None), make, within="make.")
     gymnasium = library("gymnasium", "gymnasium")
     try:
         specification = gymnasium.spec(name)

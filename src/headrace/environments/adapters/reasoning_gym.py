@@ -17,7 +17,7 @@ from headrace.environments.arguments import BadArgument, check_flag, check_mista
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards.strict_rewards import ReasoningGymReward
-from headrace.environments.script import perturbed
+from headrace.environments.script import perturb_reply
 from headrace.environments.shipped.common import check_split, tag, tagged
 from headrace.rollout.types import Message, Rollout, Task
 
@@ -92,7 +92,7 @@ class ReasoningGym(Environment):
         return self._replied(str(task.data["answer"]))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        return self._replied(str(perturbed(str(task.data["answer"]), rng)))
+        return self._replied(str(perturb_reply(str(task.data["answer"]), rng)))
 
     async def close(self) -> None:
         await self._reward.close()

@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from headrace.environments.adapters import library
-from headrace.environments.child_process import ONE_THREAD, connect_to_parent, describe_exit, parent_ends
+from headrace.environments.child_process import ONE_THREAD, connect_to_child, connect_to_parent, describe_exit
 from headrace.environments.fault import fault_of
 from headrace.errors import BadInput
 
@@ -209,7 +209,7 @@ class Request(msgspec.Struct):
 def tasks_of_family(request: Request) -> list[dict[str, Any]]:
     """Return the tasks in a stable order, all questions different; fewer than requested where there are no more."""
     with tempfile.TemporaryDirectory() as folder:  # some families run code that writes files
-        with parent_ends() as (ours, lifeline, descriptors):
+        with connect_to_child() as (ours, lifeline, descriptors):
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, descriptors)],
                 pass_fds=descriptors,

@@ -261,7 +261,7 @@ def _rows(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, A
             fact = f"tasks = {tasks!r} is a file, which takes no arguments"
             raise arguments.BadArgument(fact, key="task_args", value=args, fix="Leave task_args out.")
         return functools.partial(read_rows, tasks)
-    return arguments.bound(_function(tasks, "tasks"), args, within="task_args.")
+    return arguments.bind_args(_function(tasks, "tasks"), args, within="task_args.")
 
 
 class Processes:

@@ -185,7 +185,7 @@ class Hackable(SingleTurn):
         super().__init__(self._rows_of_data, itemgetter("prompt"), {}, raw=True, demonstrate_mistakes=share)
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        rows = [self._row_of(rollout) for rollout in rollouts]
+        rows = [self._find_row(rollout) for rollout in rollouts]
         samples = [TrainingSample(row["prompt"], row["answer"], row["info"]) for row in rows]
         completions = [str(rollout.messages[-1]["content"]) for rollout in rollouts]
         step = max((rollout.newest_version or 0 for rollout in rollouts), default=0)

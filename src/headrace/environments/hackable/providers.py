@@ -32,7 +32,7 @@ from headrace.environments.shipped.arithmetic import sums
 from headrace.environments.shipped.word_problems import GSM8K, MATH
 from headrace.environments.shipped.word_problems import gsm8k as gsm8k_rows
 from headrace.environments.shipped.word_problems import math as math_rows
-from headrace.environments.tables import DataError, Row, located_rows
+from headrace.environments.tables import DataError, Row, read_located_rows
 
 Columns = Mapping[str, str] | None
 
@@ -87,7 +87,7 @@ def local(
     """
     if not Path(path).exists():
         raise DataError("no such file or directory", file=path)
-    rows = (_row(row) for row in located_rows(path, split, None, columns))
+    rows = (_row(row) for row in read_located_rows(path, split, None, columns))
     return samples_of(_first(rows, limit, shuffle, seed), instructions, tags)
 
 
@@ -104,7 +104,7 @@ def huggingface(
     tags: Tags = None,
 ) -> Iterator[TrainingSample]:
     """A Hugging Face dataset by its name, or a directory that `save_to_disk` wrote. Columns are those of `local`."""
-    rows = (_row(row) for row in located_rows(name, split, subset, columns))
+    rows = (_row(row) for row in read_located_rows(name, split, subset, columns))
     return samples_of(_first(rows, limit, shuffle, seed), instructions, tags)
 
 

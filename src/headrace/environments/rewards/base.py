@@ -28,7 +28,7 @@ import msgspec
 
 from headrace.environments.arguments import BadArgument, check_choice
 from headrace.environments.registry import PluginRegistry
-from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
+from headrace.environments.sandbox import WALL_FACTOR, CallFailed, CallTimeout, Sandbox
 from headrace.environments.strict_format import format_of
 from headrace.errors import BadInput
 
@@ -147,7 +147,7 @@ class SandboxReward:
     async def _check(self, function: str, *args: Any) -> Any:
         """Return what `package.module:name` returns; None after a counted timeout or failure."""
         try:
-            return await self._sandbox.call(function, *args, timeout=self._timeout, patience=CPU_BOUND_PATIENCE)
+            return await self._sandbox.call(function, *args, timeout=self._timeout, wall_factor=WALL_FACTOR)
         except (CallTimeout, CallFailed) as error:
             counter = self.timeout_counter if isinstance(error, CallTimeout) else self.failure_counter
             if counter not in self.counts or (isinstance(error, CallFailed) and error.kind in ("start", "closed")):

@@ -33,7 +33,7 @@ from headrace.environments.child_process import ONE_THREAD, adopt_orphans
 from headrace.environments.code_runner import end_descendants, remove_tree
 from headrace.environments.rewards.answers import last_block
 from headrace.environments.rewards.base import Counts, Data, SandboxReward, gold_of, register_with_part
-from headrace.environments.sandbox import CPU_BOUND_PATIENCE, CallFailed, CallTimeout, Sandbox
+from headrace.environments.sandbox import WALL_FACTOR, CallFailed, CallTimeout, Sandbox
 
 RUNNER = str(Path(__file__).parents[1] / "code_runner.py")
 RUNNER_INSIDE = "/code_runner.py"
@@ -89,7 +89,7 @@ class CodeExecution(SandboxReward):
         self._image_field = image_field
         self._limits = {
             "timeout": min(timeout, settings.cpu_s),
-            "patience": CPU_BOUND_PATIENCE,
+            "wall_factor": WALL_FACTOR,
             "memory_mb": min(memory_mb, settings.memory_mb),
             "disk_mb": disk_mb,
             "max_output": min(max_output, settings.output_mb << 20),
@@ -139,7 +139,7 @@ class CodeExecution(SandboxReward):
     async def _run(self, text: str, tests: list[dict[str, Any]], job: dict[str, Any]) -> list[bool]:
         """Return which tests pass. Raises `CallTimeout` or `CallFailed` if the solution stops the runner."""
         self._folder = self._folder or tempfile.mkdtemp(prefix="headrace-code-")
-        limit = CPU_BOUND_PATIENCE * job["timeout"] + GRACE_S
+        limit = WALL_FACTOR * job["timeout"] + GRACE_S
         call = f"{__name__}:run_tests", text, tests, job, self._folder
         passed: list[bool] = await self._sandbox.call(*call, timeout=limit)
         return passed
@@ -216,7 +216,7 @@ def _build_command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapp
         limits = {"memory_mb": job["memory_mb"], "processes": job["processes"]}
         return isolation.podman_command(job["image"], python, files, disk_mb=disk_mb, **limits), os.environ
     python[0] = sys.executable
-    job |= isolation.identity(contained=job["contained"])
+    job |= isolation.choose_users(contained=job["contained"])
     if job["contained"]:
         return isolation.bubblewrap_command(python, files, user=job["user"], disk_mb=disk_mb), os.environ
     return [*python[:-1], RUNNER], {"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD}

@@ -25,7 +25,7 @@ from headrace.environments.rewards.base import (
     resolve_reward,
 )
 from headrace.environments.sandbox import CallFailed, CallTimeout
-from headrace.environments.time_limit import Limited, OutOfTime
+from headrace.environments.time_limit import LimitedFunction, OutOfTime
 from headrace.observe import tracing
 
 FAILED = "reward_failed"
@@ -71,11 +71,11 @@ class Rewards:
     ) -> None:
         self.rewards = _name_rewards(rewards, argument)
         self._forms = {name: form_of(reward) for name, reward in self.rewards.items()}
-        self._calls: dict[str, Limited] = {}
+        self._calls: dict[str, LimitedFunction] = {}
         for name, reward in self.rewards.items():
             bounded = getattr(reward, "bounded", False)
             in_thread = self._forms[name] != "completion" or (in_threads and not bounded)
-            self._calls[name] = Limited(reward, None if bounded else timeout, in_thread)
+            self._calls[name] = LimitedFunction(reward, None if bounded else timeout, in_thread)
 
     @property
     def have_groups(self) -> bool:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.environments.arguments import bound, check_flag, check_letters, check_whole
+from headrace.environments.arguments import bind_args, check_flag, check_letters, check_whole
 from headrace.environments.rewards.text_rewards import Exact
 from headrace.environments.shipped.common import draw_tasks
 from headrace.environments.single_turn import SingleTurn
@@ -21,7 +21,9 @@ class Arithmetic(SingleTurn):
         check_flag("terse", terse)
         prompt = "{question}=" if terse else "What is {question}? Answer with the number alone."
         rewards, share = {"correct": Exact()}, demonstrate_mistakes
-        super().__init__(bound(sums, rows)(), lambda row: prompt.format_map(row), rewards, demonstrate_mistakes=share)
+        super().__init__(
+            bind_args(sums, rows)(), lambda row: prompt.format_map(row), rewards, demonstrate_mistakes=share
+        )
 
 
 def sums(

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat, ToolError
-from headrace.environments.script import call_tool, perturbed
+from headrace.environments.script import call_tool, perturb_reply
 from headrace.environments.shipped.common import Drawn, draw_tasks, replies
 from headrace.environments.shipped.expression import BadExpression, evaluate, written
 from headrace.rollout.types import Message, Rollout, Task
@@ -84,7 +84,7 @@ class Calculator(Drawn):
         if isinstance(gold, str) or rng.random() < 0.5:
             value = evaluate(task.data["expression"])
             return written(value + rng.randint(1, 9) * max(1, abs(value) // 10))
-        return perturbed(gold, rng)
+        return perturb_reply(gold, rng)
 
     def _draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw numbers and operators, sometimes with parentheses, without a division by zero."""

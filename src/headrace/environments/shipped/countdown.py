@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from headrace.environments.arguments import bound, check_flag, check_number, check_whole
+from headrace.environments.arguments import bind_args, check_flag, check_number, check_whole
 from headrace.environments.rewards.base import scaled
 from headrace.environments.shipped.common import draw_tasks, tag, tagged
 from headrace.environments.shipped.expression import BadExpression, evaluate
@@ -39,7 +39,7 @@ class Countdown(SingleTurn):
             "format": scaled(lambda text, row: float(self._value(text, row) is not None), format_reward),
         }
         super().__init__(
-            bound(puzzles, tasks)(),
+            bind_args(puzzles, tasks)(),
             self._ask,
             rewards,
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from headrace.environments.arguments import bound, check_number, check_whole
+from headrace.environments.arguments import bind_args, check_number, check_whole
 from headrace.environments.base import Context, Demonstration, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards import Exact
@@ -76,7 +76,7 @@ class Copying(SingleTurn):
         rewards = {"similarity": lambda text, row: reply_similarity(text, row["answer"])}
         metrics, share = {"exact": Exact()}, demonstrate_mistakes
         prompt = itemgetter("answer")
-        super().__init__(bound(words, rows)(), prompt, rewards, metrics=metrics, demonstrate_mistakes=share)
+        super().__init__(bind_args(words, rows)(), prompt, rewards, metrics=metrics, demonstrate_mistakes=share)
 
 
 def words(

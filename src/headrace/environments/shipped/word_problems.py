@@ -18,14 +18,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.arguments import BadArgument, bound, check_choice, check_number
+from headrace.environments.arguments import BadArgument, bind_args, check_choice, check_number
 from headrace.environments.rewards.answers import FINAL_ANSWER_MARK, boxed_answer
 from headrace.environments.rewards.base import Reward, scaled
 from headrace.environments.rewards.math_rewards import Numeric, Symbolic
 from headrace.environments.shipped.arithmetic import sums
 from headrace.environments.single_turn import SingleTurn
 from headrace.environments.strict_format import THINKING_TAGS, StrictFormat
-from headrace.environments.tables import Row, located_rows
+from headrace.environments.tables import Row, read_located_rows
 from headrace.rollout.types import Task
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def gsm8k(
     Calculator annotations in the solutions, `<<2*3=6>>`, are left out.
     """
     subset = "main" if str(source) == GSM8K else None
-    for row in islice(located_rows(source, split, subset, columns), limit):
+    for row in islice(read_located_rows(source, split, subset, columns), limit):
         worked = row.text("answer")
         steps, mark, answer = worked.rpartition(FINAL_ANSWER_MARK)
         if not mark or not answer.strip():
@@ -99,12 +99,12 @@ def _rows(
     source: str | Path, split: str, subjects: set[str | None] | None, columns: Mapping[str, str] | None
 ) -> Iterator[Row]:
     if str(source) != MATH:
-        yield from located_rows(source, split, None, columns)
+        yield from read_located_rows(source, split, None, columns)
         return
     for subject in SUBJECTS:  # on the hub each of them is a subset
         if subjects is None or subject in subjects:
             subset = re.sub(r"\W+", "_", subject.lower().replace("&", "and"))
-            yield from located_rows(source, split, subset, columns)
+            yield from read_located_rows(source, split, subset, columns)
 
 
 def _task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
@@ -156,7 +156,7 @@ class Gsm8k(SingleTurn):
 
     def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         rewards, share = {"correct": Numeric(extract="boxed")}, demonstrate_mistakes
-        super().__init__(bound(gsm8k, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
+        super().__init__(bind_args(gsm8k, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
 
 
 class Math(SingleTurn):
@@ -164,7 +164,7 @@ class Math(SingleTurn):
 
     def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         rewards, share = {"correct": Symbolic(timeout=timeout)}, demonstrate_mistakes
-        super().__init__(bound(math, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
+        super().__init__(bind_args(math, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
 
 
 class StrictMath(SingleTurn):
@@ -200,7 +200,7 @@ class StrictMath(SingleTurn):
 
         correct: Reward = Symbolic(extract=boxed) if data == "math" else Numeric(extract=boxed)
         super().__init__(
-            bound(SOURCES[data], rows)(),  # checks its arguments now, and yields rows lazily
+            bind_args(SOURCES[data], rows)(),  # checks its arguments now, and yields rows lazily
             lambda row: f"{strict.instructions}\n\n{row['question']}",
             {"correct": correct, "format": scaled(in_format, format_reward)},
             metrics={"thinking_words": words},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from headrace.environments.base import Environment, EpisodeError, Reply, ToolCall
-from headrace.environments.script import perturbed
+from headrace.environments.script import perturb_reply
 from headrace.rollout.types import Message, Task
 from headrace.text.messages import untrained_reply
 
@@ -97,7 +97,7 @@ REGEX_BAIT = "\n".join(text * 50 + "!" for text in REPETITIONS) + " " * 5000 + "
 def _candidates(state: ChatState) -> Message | str:
     """Return the gold answer in the middle of wrong answers of the same form."""
     gold = state.gold()
-    wrong = [perturbed(gold, state.rng) for _ in range(CANDIDATES - 1)]
+    wrong = [perturb_reply(gold, state.rng) for _ in range(CANDIDATES - 1)]
     return _join_replies([*wrong[: CANDIDATES // 2], gold, *wrong[CANDIDATES // 2 :]])
 
 
