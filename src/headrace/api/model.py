@@ -1,6 +1,6 @@
 """Sample from a model, score texts with it, and evaluate models on an environment, as `headrace eval` does.
 
-A model is used through a server that is found, or started for as long as needed.
+A model is used through a server: a running one, or one that is started for as long as it is needed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Model:
         fields = {"n": n, "temperature": temperature, "logprobs": 0, "return_token_ids": True, **sampling}
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
-        return self._finish([self._complete(prompt, fields) for prompt in _several(prompts)])
+        return self._gather([self._complete(prompt, fields) for prompt in _as_list(prompts)])
 
     def score(
         self,
@@ -114,8 +114,8 @@ class Model:
         *,
         temperature: float = 1.0,
     ) -> list[np.ndarray]:
-        """Return the logprob of each token of each completion, a text or token ids, after its prompt."""
-        pairs = list(zip(_several(prompts), completions, strict=True))
+        """Return the logprob of each token of each completion, a text or token ids, given its prompt."""
+        pairs = list(zip(_as_list(prompts), completions, strict=True))
 
         async def score(prompt: Prompt, completion: str | Sequence[int]) -> np.ndarray:
             ids = await self._tokenize(prompt)
@@ -124,7 +124,7 @@ class Model:
             scores = await prompt_scores(self._client, ScoreRoute.GENERATE, [*ids, *completion], temperature)
             return scores[len(ids) :]
 
-        return self._finish([score(*pair) for pair in pairs])
+        return self._gather([score(*pair) for pair in pairs])
 
     def close(self) -> None:
         self._stack.close()
@@ -137,14 +137,14 @@ class Model:
     ) -> None:
         self.close()
 
-    def _finish(self, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    def _gather(self, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         async def gather() -> list[T]:
             try:
                 return await asyncio.gather(*requests)
             finally:
                 await self._client.close()
 
-        return blocking(gather())
+        return run_blocking(gather())
 
     async def _tokenize(self, prompt: Prompt, **options: Any) -> list[int]:
         kind = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
@@ -181,13 +181,13 @@ def score(
     *,
     temperature: float = 1.0,
 ) -> list[np.ndarray]:
-    """Return the logprobs of completions after their prompts, as `Model.score`; the model is served for this call."""
+    """Return the logprobs of completions given their prompts, as `Model.score`; the model is served for this call."""
     with Model(model) as served:
         return served.score(prompts, completions, temperature=temperature)
 
 
-def blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; in a notebook, whose event loop is running, in a thread of its own."""
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result; in another thread if an event loop is running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -196,17 +196,17 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(run_loop, work).result()
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return the prompts as a list; one prompt becomes a list of one."""
     is_one = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
     return [prompts] if is_one else prompts  # type: ignore[return-value, list-item]
 
 
-Evaluated = str | os.PathLike[str] | Run
+ModelTarget = str | os.PathLike[str] | Run
 
 
 def evaluate(
-    models: Evaluated | Sequence[Evaluated],
+    models: ModelTarget | Sequence[ModelTarget],
     env: str = "",
     *,
     env_args: Mapping[str, Any] | None = None,
@@ -226,16 +226,16 @@ def evaluate(
     names = [str(model.path) if isinstance(model, Run) else os.fspath(model) for model in several]
     sampling = {"temperature": temperature, **({} if max_tokens is None else {"max_tokens": max_tokens})}
     requested = Evaluation(output or Path(), env, dict(env_args or {}), sampling, **settings)
-    evaluation, candidates, _ = complete(requested, names, permanent=permanent)
+    evaluation, candidates, _ = complete_evaluation(requested, names, permanent=permanent)
     with show_progress(SafeConsole(stderr=True)) as progress:
-        outcomes = blocking(evaluating.evaluate(evaluation, candidates, progress))
+        outcomes = run_blocking(evaluating.evaluate(evaluation, candidates, progress))
     return [outcome.result for outcome in outcomes]
 
 
-def complete(
+def complete_evaluation(
     evaluation: Evaluation, models: Sequence[str], *, permanent: bool
 ) -> tuple[Evaluation, list[Candidate], str]:
-    """Return the evaluation with environment and output filled in from the runs, the models, and a name for it."""
+    """Fill in environment and output from the runs among `models`; return also the models and a name for the output."""
     candidates = find_models(models, permanent=permanent)
     subject = evaluation.env
     if not evaluation.env:

@@ -54,7 +54,7 @@ class Events:
         self._tail, self._is_over, self._is_stale = Tail(metrics), is_over, is_stale
 
     def _read(self) -> list[Event] | None:
-        """Return what is new; None once the run is over and everything has been read."""
+        """Return the new events; None once the run is over and all of its events were returned."""
         over = self._is_over()  # before the last records are read
         records = [] if self._is_stale() else self._tail.read()
         events = [event for record in records for event in _events_of(record)]
@@ -199,7 +199,7 @@ class Run:
         return verify(self.files, has_digest)
 
     def events(self) -> Events:
-        """Return what the run records, from its first step on; the loop over it ends with the run."""
+        """Return an iterator over the run's batches, steps and evaluations, from the first on until the run ends."""
         return Events(self.files.metrics, self._is_over)
 
     def stop(self) -> None:

@@ -46,7 +46,7 @@ class StartedRun(Run):
         return "running" if self._process.running else super().state
 
     def events(self) -> Events:
-        """Return what this run records; not the records of one that `clean` is about to delete."""
+        """Return the events of this run, without those of an older run that `clean` is about to delete."""
         metrics, replaced = self.files.metrics, self._replaced
         return Events(metrics, self._is_over, lambda: replaced is not None and _identity(metrics) == replaced)
 
@@ -83,17 +83,17 @@ def start(
         files[0].write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
     else:
         files = [Path(config)] if isinstance(config, str | Path) else [Path(file) for file in config]
-    words = _options(overrides or {})
+    options = _options(overrides or {})
     add_code_folders(files)
     kind = kind_of(files) or RunConfig
-    output_dir = load(kind, files, words)[0].output_dir
+    output_dir = load(kind, files, options)[0].output_dir
     if output_dir is None:
         raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
     if resume is not False:
-        words.append("--resume" if resume is True else f"--resume={resume}")
+        options.append("--resume" if resume is True else f"--resume={resume}")
     if clean:
-        words.append("--clean")
-    return StartedRun(output_dir, [kind.COMMAND, *map(str, files), *words], folder, clean=clean)
+        options.append("--clean")
+    return StartedRun(output_dir, [kind.COMMAND, *map(str, files), *options], folder, clean=clean)
 
 
 def run(
@@ -122,6 +122,7 @@ def run(
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
+    """Return inode and modification time of a file, by which a replaced or changed file is recognized."""
     if not file.is_file():
         return None
     status = file.stat()
@@ -129,12 +130,12 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _options(overrides: Mapping[str, Any], above: str = "") -> list[str]:
-    """Return overrides as on the command line; tables become dotted keys."""
-    words = []
+    """Return overrides as command line options; tables become dotted keys."""
+    options = []
     for key, value in overrides.items():
         if isinstance(value, Mapping):
-            words += _options(value, f"{above}{key}.")
+            options += _options(value, f"{above}{key}.")
         else:
             plain = str(value) if isinstance(value, Path) else value
-            words.append(f"--{above}{key}={msgspec.json.encode(plain).decode()}")  # such JSON is also TOML, null aside
-    return words
+            options.append(f"--{above}{key}={msgspec.json.encode(plain).decode()}")  # JSON except null is valid TOML
+    return options

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.api.model import complete
+from headrace.api.model import complete_evaluation
 from headrace.cli.common import add_format, importable, output_console, positive
 from headrace.config.model import RendererConfig, SamplingConfig
 from headrace.errors import BadInput
@@ -126,7 +126,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Evaluation, list[Candidate],
     """Return the evaluation, the models, and the environment's name; nothing is started or written."""
     check_format(arguments.format)
     evaluation = read_evaluation(arguments)
-    evaluation, candidates, subject = complete(
+    evaluation, candidates, subject = complete_evaluation(
         evaluation, arguments.models, permanent=arguments.checkpoints == "permanent"
     )
     if arguments.zero_shot is not None and len(candidates) != 1:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
 from headrace.rollout.types import Message
-from headrace.text.messages import INVALID_JSON, NO_NAME, ToolCall, assistant_message, checked_tool_call
+from headrace.text.messages import INVALID_JSON, NO_NAME, ToolCall, assistant_message, build_tool_call
 from headrace.text.prompt import Tools
 from headrace.text.tokenizer import Tokenizer
 
@@ -86,5 +86,5 @@ class CompletionParser:
 
 
 def parsed_tool_call(parsed: ParsedToolCall, call_id: str) -> ToolCall:
-    """Convert a call that a renderer parsed."""
-    return checked_tool_call(call_id, parsed.name, parsed.arguments, CALL_ERRORS.get(parsed.status, ""))
+    """Return a tool call from one that a renderer parsed, with `error` set if it cannot be run."""
+    return build_tool_call(call_id, parsed.name, parsed.arguments, CALL_ERRORS.get(parsed.status, ""))

@@ -12,7 +12,7 @@ from headrace.rollout.schema import DamagedFile
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a model; raises `DamagedFile` unless it is an object."""
+    """Return the object in a JSON file of a model; raises `DamagedFile` for anything else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except ValueError as error:
@@ -28,7 +28,7 @@ FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
 
 
 def model_directory(name: str, key: str = "model") -> Path:
-    """Return the directory of a model given by path or hub name; `key` is where the user gave it."""
+    """Return the directory of a model given by path or hub name, downloaded if needed; errors name `key`."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -49,9 +49,9 @@ def model_directory(name: str, key: str = "model") -> Path:
 
 
 def cached_model_directory(name: str, key: str = "model", *, fetch_later: bool = False) -> Path | None:
-    """Return the directory without a download; None where one is needed.
+    """Return the directory of a model that is local or cached; None if it must be downloaded.
 
-    In offline mode a needed download is an error, unless it is to follow later (`fetch_later`).
+    In offline mode a missing model is an error, unless it will be downloaded later (`fetch_later`).
     """
     if Path(name).expanduser().is_dir() or not _may_be_on_hub(name):
         return model_directory(name, key)

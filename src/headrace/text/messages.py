@@ -1,4 +1,4 @@
-"""Messages, replies and tool calls: as the code has them, and in OpenAI's chat completions form.
+"""Messages, replies and tool calls: in the internal form, and in OpenAI's chat completions form.
 
 Internally a message has text as content and objects as tool call arguments. Requests vary: content may be null or a
 list of parts, arguments are JSON texts. What a chat format would silently drop is refused. Images and audio are not
@@ -78,7 +78,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall] = (), reasoning: s
     return message
 
 
-def checked_tool_call(call_id: str, name: Any, arguments: Any, error: str = "") -> ToolCall:
+def build_tool_call(call_id: str, name: Any, arguments: Any, error: str = "") -> ToolCall:
     """Build a tool call from parsed values, with `error` set if it cannot be run."""
     if not isinstance(name, str) or not is_encodable(name):
         name = ""
@@ -105,12 +105,12 @@ class InvalidMessage(BadInput, ValueError):
 
 
 def renderer_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Map the roles and contents of a request's messages for a renderer; other fields are kept as they are."""
+    """Return a request's messages with roles and contents as a renderer expects them; other fields are kept."""
     rendered = []
-    for key, message in _enumerate(messages):
-        role = _role(key, message)
+    for key, message in _keyed_messages(messages):
+        role = _read_role(key, message)
         _check_calls(key, message)
-        rendered.append({**message, "role": role, "content": _content(key, message, parts=("text",))})
+        rendered.append({**message, "role": role, "content": _read_content(key, message, parts=("text",))})
     return rendered
 
 
@@ -119,7 +119,7 @@ def canonical_messages(messages: Sequence[Any]) -> list[Message]:
 
     Content becomes text, arguments become objects, ids default to "", and fields that no chat format reads are dropped.
     """
-    return [_canonical(key, message) for key, message in _enumerate(messages)]
+    return [_canonical_message(key, message) for key, message in _keyed_messages(messages)]
 
 
 def check_messages(messages: Sequence[Any]) -> None:
@@ -144,7 +144,7 @@ def check_encodable(index: int, message: Message) -> None:
 
 
 def openai_messages(messages: Sequence[Message]) -> list[Message]:
-    """Write messages for an OpenAI server: arguments as JSON texts, tool results only after their call.
+    """Return messages for an OpenAI server: arguments as JSON texts, tool results only after their call.
 
     Calls without an id get one, and so do their results. The result of a call that could not be parsed becomes a user
     message. `reasoning_content` is dropped: many servers refuse it.
@@ -199,7 +199,7 @@ def content_text(content: Any) -> str:
 
 
 def refusal_text(message: Message) -> str:
-    """Return the model's stated reason for refusing to answer; empty if it answered."""
+    """Return the refusal in a server's message; empty if the model answered."""
     content = message.get("content")
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     return "".join(str(part["refusal"]) for part in (message, *parts) if part.get("refusal"))
@@ -212,14 +212,16 @@ def replace_surrogates(message: Message) -> Message:
     return replaced
 
 
-def _enumerate(messages: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def _keyed_messages(messages: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each message with its key for errors, `messages[N]`; raise if there is none."""
     if not messages:
         raise InvalidMessage("empty", key="messages")
     for index, message in enumerate(messages):
         yield f"messages[{index}]", message
 
 
-def _role(key: str, message: Any) -> str:
+def _read_role(key: str, message: Any) -> str:
+    """Return the role of a message in chat formats; raise unless it is one of OpenAI's."""
     if not isinstance(message, dict):
         raise InvalidMessage("not an object with a role and content", key=key)
     role = message.get("role")
@@ -243,7 +245,7 @@ def _check_calls(key: str, message: Message) -> None:
             raise InvalidMessage("must name a tool", key=f"{key}.tool_calls[{number}].function.name", value=name)
 
 
-def _content(key: str, message: Message, parts: Sequence[str]) -> str:
+def _read_content(key: str, message: Message, parts: Sequence[str]) -> str:
     """Return the content as text; a list may have parts of the given types, and bare texts where refusals may be."""
     content = message.get("content")
     if not isinstance(content, str | list | None):
@@ -260,9 +262,9 @@ def _content(key: str, message: Message, parts: Sequence[str]) -> str:
     return content_text(content)
 
 
-def _canonical(key: str, source: Any) -> Message:
-    role = _role(key, source)
-    message: Message = {"role": role, "content": _content(key, source, parts=("text", "refusal"))}
+def _canonical_message(key: str, source: Any) -> Message:
+    role = _read_role(key, source)
+    message: Message = {"role": role, "content": _read_content(key, source, parts=("text", "refusal"))}
     if role == "assistant":
         reasoning = source.get("reasoning_content") or source.get("reasoning")
         if isinstance(reasoning, str):
@@ -295,10 +297,10 @@ def _canonical_call(key: str, call: dict[str, Any]) -> dict[str, Any]:
 def _parse_call(number: int, call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        return checked_tool_call(f"call_{number}", "", {})
+        return build_tool_call(f"call_{number}", "", {})
     call_id, arguments = str(call.get("id") or f"call_{number}"), function.get("arguments") or "{}"
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return checked_tool_call(call_id, function.get("name"), {}, INVALID_JSON)
-    return checked_tool_call(call_id, function.get("name"), parsed)
+        return build_tool_call(call_id, function.get("name"), {}, INVALID_JSON)
+    return build_tool_call(call_id, function.get("name"), parsed)

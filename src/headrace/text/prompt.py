@@ -41,7 +41,7 @@ class PromptRenderer:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        # With a model's own template, attribution takes a rendering per message and cannot tell text from scaffold.
+        # With a model's own template, roles need a rendering per message, and content tokens cannot be identified.
         self._ids_only = isinstance(renderer, DefaultRenderer)
         self._render_cached = lru_cache(CACHED_PROMPTS)(self._render)
 
@@ -111,9 +111,9 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _token_roles(rendered: RenderedTokens, start: int = 0) -> np.ndarray | None:
-    """Return each token's index in `ROLES` from `start` on; None where the renderer cannot tell text from scaffold."""
+    """Return each token's index in `ROLES` from `start` on; None if the renderer does not mark content tokens."""
     if not rendered.is_content:
         return None
     numbers = [ROLES.index(role) if role in ROLES else 0 for role in rendered.message_roles]
-    of_message = np.array([*numbers, 0], np.int8)  # index -1, scaffold of no message, finds the last
+    of_message = np.array([*numbers, 0], np.int8)  # the last entry is for index -1, tokens outside of messages
     return np.where(rendered.is_content[start:], of_message[rendered.message_indices[start:]], np.int8(0))

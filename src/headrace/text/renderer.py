@@ -44,7 +44,7 @@ _WITH_TOOL_RESULT: list[dict[str, Any]] = [
 TOOLS_NOT_SHOWN = (
     "does not show tools to the model: describe them in a message, or use a model whose template shows tools"
 )
-"""The rest of a sentence about a chat template, where `shows_tools` returns false."""
+"""End of a message about a chat template for which `shows_tools` returns false."""
 
 
 def make_renderer(
@@ -117,7 +117,7 @@ def _select_family(directory: Path, tokenizer: Tokenizer) -> str:
 
 
 def _renders_tools_alike(renderer: Renderer, tokenizer: Tokenizer) -> bool:
-    """Return whether tools are rendered as by the model's own template, if that supports tools."""
+    """Return whether tools are rendered as by the model's own template; true if that does not support tools."""
     if "tools" not in (tokenizer.chat_template or ""):
         return True
     messages: Any = _WITH_TOOL_RESULT

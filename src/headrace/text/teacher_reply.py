@@ -5,10 +5,10 @@ trained to write. Such tokens have no version, so that they never become stale, 
 Replies that the policy must not learn are refused.
 
 The completion tokens of a message are those by which its rendering extends the prompt, up to the stop token: a chat
-format may add a line break after it, which no model samples. Where the rendering does not begin with the prompt,
-reasoning is the reason: the prompt has opened it, or ruled it out. The message is then rendered with other reasoning.
-A message is rendered after one short question instead of its whole conversation: formats rewrite history, but render
-every reply alike.
+format may add a line break after it, which no model samples. If the rendering does not begin with the prompt, the cause
+is reasoning, which the prompt has opened or ruled out: then the message is rendered with other reasoning. A message is
+rendered after one short question instead of its whole conversation: formats rewrite history, but render every reply in
+the same way.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReplyEncoder:
 
     def _encode_whole(self, message: Message) -> EncodedReply:
         rendered = self._render(message)
-        ids = self._beyond_prompt(rendered)
+        ids = self._tokens_after_prompt(rendered)
         if ids is None:
             ids = self._encode_with_other_reasoning(*_split_reasoning(message))
         if ids is not None:
@@ -86,10 +86,10 @@ class ReplyEncoder:
         Some formats open reasoning in the prompt and never render it in a message: it is then written out here.
         """
         if reasoning:
-            ids = self._beyond_prompt(self._render({**rest, "reasoning_content": reasoning}))
-            ids = self._beyond_prompt(self._render(rest)) if ids is None else ids
+            ids = self._tokens_after_prompt(self._render({**rest, "reasoning_content": reasoning}))
+            ids = self._tokens_after_prompt(self._render(rest)) if ids is None else ids
         else:
-            ids = self._beyond_prompt(self._render({**rest, "reasoning_content": MARK}), without=MARK)
+            ids = self._tokens_after_prompt(self._render({**rest, "reasoning_content": MARK}), without=MARK)
         if ids is not None:
             return ids
         prompt, text = self._differing_texts(self._render(rest))
@@ -98,8 +98,8 @@ class ReplyEncoder:
             return None
         return self._tokenizer.encode(f"{reasoning}\n{THINK_END}\n\n{text[len(header) :]}")
 
-    def _beyond_prompt(self, rendered: list[int], without: str = "") -> list[int] | None:
-        """Return what extends the prompt, compared as tokens or else as text; None if it does not extend it."""
+    def _tokens_after_prompt(self, rendered: list[int], without: str = "") -> list[int] | None:
+        """Return the tokens of `rendered` after the prompt, compared as tokens or else as text; None if it differs."""
         if not without and rendered[: len(self._prompt)] == self._prompt:
             return rendered[len(self._prompt) :]
         prompt, text = self._differing_texts(rendered)
@@ -161,7 +161,7 @@ CALL_ID_FORMATS: tuple[Callable[[int, str], str], ...] = (
     lambda number, name: f"call_{number}",
     lambda number, name: f"functions.{name}:{number}",
 )
-"""Ids of tool calls: as elsewhere in a run, or as in Kimi's format, which has the tool's name nowhere else.
+"""Ids of tool calls: as elsewhere in a run, or as in Kimi's format, where only the id contains the tool's name.
 
 The ids of the teacher's server are not used: they differ from run to run.
 """
@@ -172,7 +172,7 @@ class UntrainableReply(ValueError):
 
 
 class TeacherReplyRewriter:
-    """Rewrites replies within `seq_len` tokens, prompt included."""
+    """Rewrites a teacher's replies as completions of the policy, within `seq_len` tokens, prompt included."""
 
     def __init__(self, renderer: Renderer, tokenizer: Tokenizer, seq_len: int) -> None:
         self._renderer, self._tokenizer = renderer, tokenizer
@@ -182,7 +182,7 @@ class TeacherReplyRewriter:
 
     def rewrite(self, reply: Reply, prompt: Prompt, tools: Tools, first_call: int) -> Reply:
         """Return the reply with the policy's tokens; tool calls are numbered from `first_call`."""
-        _check_calls(reply.tool_calls)
+        _refuse_invalid_calls(reply.tool_calls)
         if token := self._turn_markers.find_control_token(reply.message):
             raise UntrainableReply(f"the reply contains {token}, a control token of the policy's chat format")
         names, finished = [call.name for call in reply.tool_calls], not reply.truncated
@@ -203,7 +203,7 @@ class TeacherReplyRewriter:
             parsed_names = [call.name for call in parsed.tool_calls]
             is_text_only = not tools and not names  # then text that looks like a call stays text
             if is_text_only or parsed_names == names:
-                _check_calls(calls)
+                _refuse_invalid_calls(calls)
                 if not (is_text_only and parsed.tool_calls):
                     message = assistant_message(parsed.content or "", calls, parsed.reasoning_content or "")
                 raw = self._parser.raw_text(prompt_ids, encoded.ids)
@@ -240,8 +240,8 @@ class TeacherReplyRewriter:
         )
 
 
-def _check_calls(calls: Sequence[ToolCall]) -> None:
-    """Refuse a call that cannot be run, as the teacher made it or as the policy's chat format parses it."""
+def _refuse_invalid_calls(calls: Sequence[ToolCall]) -> None:
+    """Raise `UntrainableReply` for a call that cannot be run, of the teacher or as the policy's format parses it."""
     for call in calls:
         if call.error:
             raise UntrainableReply(f"the call of {call.name or 'a tool'} cannot be run: {call.error}")

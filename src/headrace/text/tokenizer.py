@@ -25,9 +25,9 @@ from headrace.text.hub import read_settings
 MAX_NFC_CHARS = 4
 """The most characters that NFC composes into one."""
 RELEASE_GIL_LENGTH = 1 << 13
-"""Texts of so many characters, and lists of so many tokens, are converted without holding the GIL."""
+"""Length in characters or tokens from which a text or a list of tokens is converted without holding the GIL."""
 BREAK = "\ud800"
-"""A lone surrogate, which no valid text contains: what is on both sides of it is encoded separately."""
+"""A lone surrogate, which no valid text contains. The texts before and after it are encoded separately."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens of Qwen3's chat format that decoding keeps as text, as Qwen3 does."""
@@ -54,7 +54,7 @@ class Tokenizer:
             raise TokenizerError(f"not a tokenizer: {error}", file=file) from error
         config_file = root / "tokenizer_config.json"
         settings = read_settings(config_file) if config_file.is_file() else {}
-        self.chat_template = _chat_template(root, settings)
+        self.chat_template = _read_chat_template(root, settings)
         names = ("eos_token", "bos_token", "unk_token", "pad_token")
         tokens = map(settings.get, names)  # each a text, or a record with `content`
         self.eos_token, self.bos_token, self.unk_token, self.pad_token = (
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> dict[int, str]:
-        """Special tokens, which text should not contain, by id."""
+        """Special tokens, which text should not contain, by id; without `unk_token`."""
         added = self.backend.get_added_tokens_decoder()
         return {token: entry.content for token, entry in added.items() if entry.special and token != self.unk_token_id}
 
@@ -79,25 +79,25 @@ class Tokenizer:
     def _encode_parts(self, text: str, add_special_tokens: bool) -> list[tuple[tokenizers.Encoding, int, int]]:
         """Return for each part between breaks its encoding, the tokens to skip in it, and its offset in `text`."""
         if BREAK not in text:
-            return [(self._encoding(text, add_special_tokens), 0, 0)]
+            return [(self._encode_text(text, add_special_tokens), 0, 0)]
         parts, start = [], 0
         for part in text.split(BREAK):
             newline = self._newline if start and part else []
-            encoding = self._encoding("\n" + part if newline else part, add_special_tokens=False)
+            encoding = self._encode_text("\n" + part if newline else part, add_special_tokens=False)
             if encoding.ids[: len(newline)] != newline:
-                encoding, newline = self._encoding(part, add_special_tokens=False), []
+                encoding, newline = self._encode_text(part, add_special_tokens=False), []
             parts.append((encoding, len(newline), start - bool(newline)))
             start += len(part) + 1
         return parts
 
     @cached_property
     def _newline(self) -> list[int]:
-        """The tokens of a line break, if the tokenizer puts a space before each text, though not after a line break."""
+        """Tokens of a line break if the tokenizer adds a space before each text, but not after a line break; or []."""
         letter = self.backend.encode("a", add_special_tokens=False).ids
         adds_space = self.decode([*letter, *letter]) != "aa"
         return self.backend.encode("\n", add_special_tokens=False).ids if adds_space else []
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    def _encode_text(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) < RELEASE_GIL_LENGTH:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
         [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)  # releases the GIL
@@ -154,7 +154,7 @@ class Tokenizer:
         return_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Render through the model's own Jinja template, as transformers does."""
+        """Render messages with the model's own Jinja template, as transformers does."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         variables = {"messages": messages, "tools": tools, **{name: getattr(self, name) or "" for name in names}}
         text = self._template.render(**variables, add_generation_prompt=add_generation_prompt, **kwargs)
@@ -189,7 +189,7 @@ def common_prefix_length(left: Sequence[object], right: Sequence[object]) -> int
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def _chat_template(root: Path, settings: dict[str, Any]) -> str | None:
+def _read_chat_template(root: Path, settings: dict[str, Any]) -> str | None:
     file = root / "chat_template.jinja"
     if file.is_file():
         return file.read_text()

@@ -53,7 +53,7 @@ class SftConversation:
 
     @property
     def shared_content(self) -> None:
-        """Nothing that it has in common with other examples."""
+        """None: a conversation has no part that other examples share."""
 
     def samples(self, renderer: Renderer, seq_len: int) -> list[Sample]:
         return [render_sample(self, renderer)]
@@ -72,7 +72,8 @@ def parse_row(row: Any, columns: Mapping[str, str], place: Place) -> SftConversa
         completion = parse_messages(fields["completion"], "completion", "assistant", error)
     else:
         raise error(
-            "has neither `messages` nor `prompt` and `completion`", fix=f"Map other names in `columns`. {keys_of(row)}"
+            "has neither `messages` nor `prompt` and `completion`",
+            fix=f"Map other names in `columns`. {_describe_columns(row)}",
         )
     if not any(message["role"] == "assistant" for message in completion):
         raise error("no assistant message to train on", key="messages" if not prompt else "completion")
@@ -87,16 +88,16 @@ def read_fields(
         raise error(f"expected an object with {expected}")
     for ours, theirs in columns.items():
         if theirs not in row:
-            raise error("the row has no such column", key=f"columns.{ours}", value=theirs, fix=keys_of(row))
+            raise error("the row has no such column", key=f"columns.{ours}", value=theirs, fix=_describe_columns(row))
     return {ours: row.get(theirs) for ours, theirs in read.items()}
 
 
-def keys_of(row: dict[str, Any]) -> str:
+def _describe_columns(row: dict[str, Any]) -> str:
     return f"The row has {', '.join(map(repr, sorted(row)))}."
 
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return our columns that are read, each with its name in the data. Naming one format rules out the other."""
+    """Return the columns to read, each with its name in the data. A mapped column of one format excludes the other."""
     if "messages" in columns:
         ours: tuple[str, ...] = ("messages", "tools")
     elif "prompt" in columns or "completion" in columns:
@@ -112,7 +113,7 @@ def render_sample(conversation: SftConversation, renderer: Renderer) -> Sample:
     try:
         ids, mask = tokenize(conversation, renderer)
     except TemplateError as error:
-        raise _error(conversation, f"the model's chat template refuses it: {error}") from error
+        raise _make_error(conversation, f"the model's chat template refuses it: {error}") from error
     tokens, is_trained = np.array(ids, np.int32), np.array(mask, np.bool_)
     prompt_length = int(is_trained.argmax()) if is_trained.any() else len(tokens)
     sample = Sample(tokens, is_trained, np.zeros(len(tokens)), np.full(len(tokens), NOT_SAMPLED), prompt_length)
@@ -147,15 +148,15 @@ def _tokenize_by_template(conversation: SftConversation, renderer: Renderer) -> 
         if not is_trained:
             continue
         if index == 0:
-            raise _error(conversation, "begins with an assistant message", "Put a user message before it.")
+            raise _make_error(conversation, "begins with an assistant message", "Put a user message before it.")
         before = renderer.render_ids(messages[:index], tools=tools)
         prompt = renderer.render_ids(messages[:index], tools=tools, add_generation_prompt=True)
         extended = renderer.render_ids(messages[: index + 1], tools=tools)
-        # A prompt may have more than the message keeps: an opened thought, where the message has none.
+        # A prompt may end with tokens that the message does not keep, such as an opening <think>.
         start = common_prefix_length(prompt, extended)
         end = next((i for i in range(len(extended), start, -1) if extended[i - 1] in stops), len(extended))
         if start < len(before) or extended[:end] != ids[:end]:
-            raise _error(
+            raise _make_error(
                 conversation,
                 f"the model's chat template renders assistant message {index} differently once messages follow it, "
                 "so its tokens cannot be identified",
@@ -165,7 +166,7 @@ def _tokenize_by_template(conversation: SftConversation, renderer: Renderer) -> 
     return ids, mask
 
 
-def _error(conversation: SftConversation, fact: str, fix: str | None = None) -> DataError:
+def _make_error(conversation: SftConversation, fact: str, fix: str | None = None) -> DataError:
     file, line = conversation.place or (None, None)
     return DataError(fact, fix=fix, file=file, line=line)
 
@@ -236,14 +237,14 @@ def parse_pair(row: Any, columns: Mapping[str, str], place: Place) -> Preference
     error = partial(DataError, file=file, line=line)
     fields = read_fields(row, columns, pair_columns(columns), error, "`prompt`, `chosen` and `rejected`")
     if fields["chosen"] is None or fields["rejected"] is None:
-        raise error("lacks `chosen` or `rejected`", fix=f"Map other names in `columns`. {keys_of(row)}")
+        raise error("lacks `chosen` or `rejected`", fix=f"Map other names in `columns`. {_describe_columns(row)}")
     sides = [parse_messages(fields[key], key, "assistant", error) for key in ("chosen", "rejected")]
     prompt = [] if fields["prompt"] is None else parse_messages(fields["prompt"], "prompt", "user", error)
     if any(side[: len(prompt)] != prompt for side in sides):  # else both repeat it, or there is none
         sides = [[*prompt, *side] for side in sides]
         context = len(prompt)
     else:
-        context = common_prompt(*sides)
+        context = count_prompt_messages(*sides)
     for key, messages in zip(("chosen", "rejected"), sides, strict=True):
         if context == 0 or not any(message["role"] == "assistant" for message in messages[context:]):
             fact = "no prompt before it" if context == 0 else "no assistant message to train on"
@@ -256,15 +257,12 @@ def parse_pair(row: Any, columns: Mapping[str, str], place: Place) -> Preference
 
 
 def pair_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return our columns, each with its name in the data."""
+    """Return the columns of a pair, each with its name in the data."""
     return {name: columns.get(name, name) for name in PAIR_COLUMNS}
 
 
-def common_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """Return how many messages are the prompt of both: as many as are equal, up to a message of the assistant in each.
-
-    0 if the conversations have no such prompt.
-    """
+def count_prompt_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Return the number of equal messages before an assistant message in both; 0 if there is no such prompt."""
     pairs = list(zip(chosen, rejected, strict=False))
     equal = next((number for number, (left, right) in enumerate(pairs) if left != right), len(pairs))
     both = (n for n in range(min(equal, len(pairs) - 1), 0, -1) if {m["role"] for m in pairs[n]} == {"assistant"})

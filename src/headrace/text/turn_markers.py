@@ -68,7 +68,7 @@ class TurnMarkers:
         """False where the format marks turns by plain text, which the text of messages can imitate."""
 
     def break_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages without whole markers in any text, name or argument. Roles are left as they are."""
+        """Return messages with a break in each marker in a text, name or argument. Roles are not changed."""
         broken = []
         for message in messages:
             breaker, content = self._markers, message.get("content")
@@ -76,12 +76,12 @@ class TurnMarkers:
                 breaker = self._markers_and_tags
             fields = {name: value if name == "role" else breaker.apply(value) for name, value in message.items()}
             if isinstance(content, list) and breaker.find(content_text(content)):
-                fields["content"] = [_with_break_at_end(part) for part in fields["content"]]
+                fields["content"] = [_append_break(part) for part in fields["content"]]
             broken.append(fields)
         return broken
 
     def break_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
-        """Return tool schemas without whole markers in any text or key."""
+        """Return tool schemas with a break in each marker in a text or key."""
         return None if tools is None else [self._markers.apply(tool) for tool in tools]
 
     def find_control_token(self, message: Message) -> str | None:
@@ -90,13 +90,15 @@ class TurnMarkers:
 
 
 class _Breaker:
-    """Puts a break into each of some markers, wherever it is in a text."""
+    """Inserts `BREAK` into every occurrence of some markers in a text."""
 
     def __init__(self, markers: Sequence[AddedToken], normalizer: Any) -> None:
         texts = [marker.content for marker in markers if len(marker.content) > 1]
         # One pattern per first character, for which `re` searches fast.
-        self._patterns = [re.compile(f"{re.escape(first)}(?=({_trie(rests)}))") for first, rests in _by_first(texts)]
-        # The beginning of a marker at the end of a text could take the rest from a marker after the text.
+        self._patterns = [
+            re.compile(f"{re.escape(first)}(?=({_trie(rests)}))") for first, rests in _group_by_first_char(texts)
+        ]
+        # A prefix of a marker at the end of a text could be completed by a marker after the text.
         prefixes = {text[:size] for text in texts for size in range(1, len(text) + 1)}
         beginnings = {text[:-size] for text in texts for size in range(1, len(text)) if text[-size:] in prefixes}
         if beginnings:
@@ -127,12 +129,12 @@ class _Breaker:
         for pattern in self._patterns if len(text) >= self._shortest else ():
             if pattern.search(text):
                 text = pattern.sub(rf"\g<0>{BREAK}", text)
-        # Some tokens are matched in normalized text, where other characters may have become those of a marker.
-        if self._normalized and any(map(self._is_marked_once_normalized, text.split(BREAK))):
+        # Some tokens are matched in normalized text, and normalization may turn other characters into a marker.
+        if self._normalized and any(map(self._has_normalized_marker, text.split(BREAK))):
             return BREAK.join(text.replace(BREAK, ""))
         return text
 
-    def _is_marked_once_normalized(self, text: str) -> bool:
+    def _has_normalized_marker(self, text: str) -> bool:
         normalized = self._normalizer.normalize_str(text)
         return any(marker in normalized for marker in self._normalized)
 
@@ -146,8 +148,8 @@ class _Breaker:
         return self._break(text) if broken == parsed else broken
 
 
-class _PlainContents:
-    """Overrides the methods of a renderer that take messages: markers in these become characters."""
+class _BreakMarkersMixin:
+    """Mixin for a renderer: breaks the markers in all messages and tools before they are rendered."""
 
     turn_markers: TurnMarkers
 
@@ -168,11 +170,11 @@ class _PlainContents:
 
 
 def reserve_turn_markers(renderer: Renderer, tokenizer: Tokenizer) -> None:
-    """Change a renderer so that no text of a message produces a marker."""
+    """Change the class of a renderer in place, so that no text of a message produces a marker."""
     kind, markers = type(renderer), TurnMarkers(renderer, tokenizer)
     if not markers.mark_turns:
         _warn_of_plain_turns(tokenizer.name_or_path)
-    renderer.__class__ = type(kind.__name__, (_PlainContents, kind), {"turn_markers": markers})
+    renderer.__class__ = type(kind.__name__, (_BreakMarkersMixin, kind), {"turn_markers": markers})
 
 
 @cache
@@ -182,7 +184,7 @@ def _warn_of_plain_turns(model: str) -> None:
 
 
 def _emitted_tokens(renderer: Renderer, conversations: Iterable[list[Any]], tools: list[Any] | None = None) -> set[int]:
-    """Return the tokens of conversations; of those that the chat format can render."""
+    """Return all tokens in the renderings of those conversations that the chat format can render."""
     tokens: set[int] = set()
     for messages in conversations:
         for add_generation_prompt in (False, True):
@@ -203,12 +205,15 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _trie(texts: Iterable[str]) -> str:
-    """Return a pattern of texts that compares each common beginning once: some tokenizers have 1000 special tokens."""
-    branches = (re.escape(first) + ("" if "" in rests else f"(?:{_trie(rests)})") for first, rests in _by_first(texts))
+    """Return a regular expression for texts that shares common prefixes: some tokenizers have 1000 special tokens."""
+    branches = (
+        re.escape(first) + ("" if "" in rests else f"(?:{_trie(rests)})")
+        for first, rests in _group_by_first_char(texts)
+    )
     return "|".join(branches)
 
 
-def _by_first(texts: Iterable[str]) -> Iterable[tuple[str, list[str]]]:
+def _group_by_first_char(texts: Iterable[str]) -> Iterable[tuple[str, list[str]]]:
     """Return each first character of texts with what follows it."""
     rests: defaultdict[str, list[str]] = defaultdict(list)
     for text in texts:
@@ -216,7 +221,7 @@ def _by_first(texts: Iterable[str]) -> Iterable[tuple[str, list[str]]]:
     return rests.items()
 
 
-def _with_break_at_end(part: Any) -> Any:
+def _append_break(part: Any) -> Any:
     """Return a part of a message's content whose text cannot be joined with that of the next part."""
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return {**part, "text": part["text"] + BREAK}

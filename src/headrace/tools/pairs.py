@@ -17,7 +17,7 @@ from headrace.config.orchestrator import EnvConfig
 from headrace.environments.base import Environment, tasks_of
 from headrace.environments.registry import load_environment
 from headrace.launch.prompt_lengths import NoModelCall, first_tools
-from headrace.text.training_examples import common_prompt
+from headrace.text.training_examples import count_prompt_messages
 from headrace.transport.rollout_files import RolloutFiles
 
 COLUMNS = (
@@ -77,7 +77,7 @@ def _pairs_of(group: list[Row], choice: Choice, left_out: Counter[str]) -> Itera
         gap = chosen["reward"] - rejected["reward"]
         if count == choice.per_group or gap <= 0 or gap < choice.min_gap:
             break
-        context = common_prompt(chosen["messages"], rejected["messages"])
+        context = count_prompt_messages(chosen["messages"], rejected["messages"])
         if context == 0 or chosen["messages"] == rejected["messages"]:
             left_out["pairs without a common prompt or a difference"] += 1
             continue
