@@ -28,7 +28,7 @@ from headrace.rollout.types import Rollout, Sample, Task, Turn
 from headrace.tools.audit import audit_run
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import Clock, Draw, Entries, Outcome, Totals
-from headrace.transport.journal_schema import check_log, transaction
+from headrace.transport.journal_schema import check_wal, transaction
 from headrace.transport.run_dir import RunDir
 
 GROUP_SIZE = 8
@@ -92,7 +92,7 @@ def measure_commits(directory: Path, steps: int) -> None:
             plain._db.execute("UPDATE draws SET reason = 'trained' WHERE state = 'shipped'")
 
     row(f"mark {size:,} draws as trained: every draw", seconds(rewrite))
-    row("check of the write-ahead log", seconds(lambda: check_log(stamped.path)))
+    row("check of the write-ahead log", seconds(lambda: check_wal(stamped.path)))
     for check in ("quick_check", "integrity_check"):
         row(f"PRAGMA {check}", seconds(lambda check=check: stamped._db.execute(f"PRAGMA {check}").fetchall()))
     row("integrity check and checksums of all rows", seconds(stamped.find_damage))

@@ -80,7 +80,10 @@ def survive(
     assert set(moments) <= set(chaos.done)
     journal = Journal(run.journal, read_only=True)
     assert audit_run(run).problems == []
-    assert set(journal.states()) <= {"trained", *(state for state in journal.states() if state.startswith("dropped:"))}
+    assert set(journal.count_states()) <= {
+        "trained",
+        *(state for state in journal.count_states() if state.startswith("dropped:")),
+    }
     batches = evidence.batches()
     each_draw_was_trained_once(journal, batches, max_steps)
     the_prompts_are_those_of_an_uninterrupted_run(journal)

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.errors import FENCED
 from headrace.tools.audit import audit_run
-from headrace.transport.epochs import EPOCHS, LAUNCHER_VAR, numbers
+from headrace.transport.epochs import EPOCHS, LAUNCHER_VAR, list_epochs
 from headrace.transport.journal import Journal
 from headrace.transport.journal_files import journals
 from headrace.transport.run_dir import RunDir
@@ -84,7 +84,7 @@ def test_a_stopped_and_revived_orchestrator_is_fenced_off(moment: str, tmp_path:
         assert code == 0, output
         code, output = finish(trainer)
         assert code == 0, output
-    assert numbers(run.root / EPOCHS / "orchestrator") == [1, 2] or set(journals(run.root)) == {1, 2}
+    assert list_epochs(run.root / EPOCHS / "orchestrator") == [1, 2] or set(journals(run.root)) == {1, 2}
     check_finished(run, evidence)
 
 
@@ -104,7 +104,7 @@ def test_a_stopped_and_revived_trainer_is_fenced_off(moment: str, tmp_path: Path
         wait_until(lambda: is_stopped(first), "the pause")
         published = set(run.weights.published())
         second = stack.enter_context(process("trainer", run.root, "--resume"))
-        wait_until(lambda: 2 in numbers(run.root / EPOCHS / "trainer"), "the takeover")
+        wait_until(lambda: 2 in list_epochs(run.root / EPOCHS / "trainer"), "the takeover")
         wait_until(lambda: len(list((run.root / ".drafts").glob("trainer-*"))) == 1, "the end of the old drafts")
         os.kill(first.pid, signal.SIGCONT)
         code, output = finish(first, timeout=60)

@@ -50,7 +50,7 @@ def wait_for_new_work(run: RunDir) -> None:
 
 def draws_trained_once(run: RunDir) -> bool:
     """Every draw is in one state, nothing is left open, and what shipped is covered by the final checkpoint."""
-    states = Journal(run.journal).states()
+    states = Journal(run.journal).count_states()
     return states.get("drawn", 0) == 0 and states.get("shipped", 0) == 0 and states["trained"] > 0
 
 

@@ -258,7 +258,7 @@ class Simulation:
                 assert draw.id in self.shipped[step]
             else:
                 assert reason
-        for step, totals in journal.totals_at().items():
+        for step, totals in journal.totals_by_step().items():
             assert totals == journal.totals(through=step)
         replayed = RunningBaseline()
         for _, env, rewards in journal.credits():

@@ -219,7 +219,7 @@ async def test_a_run_ships_every_step_evaluates_on_time_and_accounts_for_every_d
     assert all(rollout.env == "heldout" and rollout.samples and rollout.messages for rollout in played)
     mean = sum(rollout.reward for rollout in played) / len(played)
     assert mean == pytest.approx(pipeline.records("eval/heldout/avg@1")[last])
-    states = Journal(pipeline.run.journal).states()
+    states = Journal(pipeline.run.journal).count_states()
     assert states.pop("drawn", 0) == 0
     assert states["shipped"] >= STEPS  # groups with a signal; the rest were dropped with a reason
     assert set(states) <= {"shipped", "dropped:zero_advantage", "dropped:max_steps"}
@@ -420,11 +420,11 @@ async def test_stopped_at_any_moment_with_a_slow_disk_it_loses_no_draw(
         stop.cancel()
         trained += len(pipeline.trainer.batches)
         assert find_violations(pipeline.run, Journal(pipeline.run.journal)) == []
-        if trained == STEPS and Journal(pipeline.run.journal).states().get("drawn", 0) == 0:
+        if trained == STEPS and Journal(pipeline.run.journal).count_states().get("drawn", 0) == 0:
             break
     assert trained == STEPS
     assert life > 0  # it was stopped at least once
-    assert Journal(pipeline.run.journal).states().get("drawn", 0) == 0
+    assert Journal(pipeline.run.journal).count_states().get("drawn", 0) == 0
 
 
 async def test_a_group_scored_together_is_dropped_whole_when_one_member_failed(tmp_path: Path, tiny_model: Path):
@@ -432,7 +432,7 @@ async def test_a_group_scored_together_is_dropped_whole_when_one_member_failed(t
     pipeline = Pipeline(tmp_path, tiny_model, train={"env": [{"id": location, "name": "tournament"}]})
     await pipeline.finish()
     journal = Journal(pipeline.run.journal)
-    drops, groups = journal.totals().drops, journal.states()
+    drops, groups = journal.totals().drops, journal.count_states()
     lost = groups["dropped:group_failed"]
     assert lost > 0
     assert drops["group_failed"] + drops["environment"] == 4 * lost
@@ -584,7 +584,7 @@ async def test_environments_with_other_group_sizes_share_batches_at_level_zero(t
     pipeline = Pipeline(tmp_path, tiny_model, train={"env": [pairs, eights]}, max_async_level=0)
     await pipeline.finish()
     assert {entry.env for batch in pipeline.trainer.batches for entry in batch.samples} == {"pairs", "eights"}
-    assert Journal(pipeline.run.journal).states().get("drawn", 0) == 0
+    assert Journal(pipeline.run.journal).count_states().get("drawn", 0) == 0
 
 
 async def test_an_engine_that_comes_back_with_the_initial_model_gets_the_current_weights(
@@ -680,6 +680,6 @@ async def test_without_an_environment_to_train_on_it_evaluates_what_is_published
     assert list(pipeline.records("eval/heldout/avg@1")) == [0, 2, STEPS]
     for end in ("min", "max"):
         assert pipeline.records(f"eval/heldout/version/{end}") == {0: 0, 2: 2, STEPS: STEPS}
-    assert Journal(pipeline.run.journal).states() == {}
+    assert Journal(pipeline.run.journal).count_states() == {}
     assert not any(pipeline.records(key) for key in ("progress/rollouts", "reward/all/mean"))
     assert max(pipeline.records("dispatcher/inflight_eval"), default=0) <= STEPS

@@ -15,7 +15,7 @@ from headrace.rollout.batch import Batch
 from headrace.rollout.types import Group, Rollout, Task
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import AlgorithmState, Draw, Entries, Outcome, Totals
-from headrace.transport.journal_schema import prepare
+from headrace.transport.journal_schema import prepare_writer
 from headrace.transport.rollout_files import write_rollouts
 from headrace.transport.run_dir import RunDir
 from tests.algorithms.groups import make_rollout
@@ -82,7 +82,7 @@ def test_the_audit_of_a_run_with_rae_looks_at_its_baselines(tmp_path: Path, caps
     run.dir.batches.announce(1)
     assert main(["audit", str(run.dir.root)]) == 0
     with closing(sqlite3.connect(run.dir.journal, isolation_level=None)) as db:
-        prepare(db, run.dir.journal, lambda: 1)  # with checksums that match
+        prepare_writer(db, run.dir.journal, lambda: 1)  # with checksums that match
         db.execute("""UPDATE algorithms SET state = '{"a": 2.5}'""")
     assert main(["audit", str(run.dir.root)]) == 1
     assert 'the algorithm of copy has the state {"a": 2.5}' in capsys.readouterr().out

@@ -94,7 +94,7 @@ async def _train(process: SimulatedProcess) -> None:
     incarnation = 1 + max(seen, default=-1)
     if incarnation:
         run.batches.delete_through(step)
-        run.weights.sweep()
+        run.weights.delete_incomplete()
         _publish(world, Version(incarnation, step))
     metrics = MetricsLog(run.metrics, "trainer")
     while step < settings.max_steps:

@@ -30,8 +30,8 @@ from headrace.transport.epochs import (
     Verdict,
     hold_epoch,
     is_held,
+    list_epochs,
     newest_lease,
-    numbers,
     take_epoch,
     this_process,
 )
@@ -134,7 +134,7 @@ def test_of_many_processes_that_take_an_epoch_at_once_each_gets_its_own(tmp_path
     for thread in threads:
         thread.join()
     assert sorted(epoch.number for epoch in epochs) == list(range(1, 9))
-    assert sorted(numbers(tmp_path / EPOCHS / "trainer")) == list(range(1, 9))
+    assert sorted(list_epochs(tmp_path / EPOCHS / "trainer")) == list(range(1, 9))
     assert [path.name.split("-")[1] for path in (tmp_path / DRAFTS).iterdir()] == ["8"]
 
 

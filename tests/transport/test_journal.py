@@ -49,9 +49,9 @@ def dropped(draw: int, reason: str, rollouts: int = 4) -> Outcome:
 def test_a_draw_is_shipped_then_trained_or_dropped_with_its_reason(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0, 1, 2, 3), shipped(0), shipped(1), dropped(2, "zero_advantage")), shipped=1)
-    assert journal.states() == {"shipped": 2, "dropped:zero_advantage": 1, "drawn": 1}
+    assert journal.count_states() == {"shipped": 2, "dropped:zero_advantage": 1, "drawn": 1}
     journal.mark_trained(1)
-    assert journal.states() == {"trained": 2, "dropped:zero_advantage": 1, "drawn": 1}
+    assert journal.count_states() == {"trained": 2, "dropped:zero_advantage": 1, "drawn": 1}
 
 
 def test_what_was_open_at_a_crash_is_open_again_under_the_same_id(tmp_path: Path):
@@ -80,7 +80,7 @@ def test_a_draw_that_is_drawn_again_keeps_one_record(tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0, 1)))
     journal.commit(entries(draws(0), shipped(0)), shipped=1)
-    assert journal.states() == {"shipped": 1, "drawn": 1}
+    assert journal.count_states() == {"shipped": 1, "drawn": 1}
 
 
 def test_an_outcome_is_recorded_once_or_not_at_all(tmp_path: Path):
@@ -88,7 +88,7 @@ def test_an_outcome_is_recorded_once_or_not_at_all(tmp_path: Path):
     journal.commit(entries(draws(0), shipped(0)), shipped=1)
     with pytest.raises(RuntimeError, match="draw 0"):
         journal.commit(entries(draws(1), dropped(0, "off_policy"), dropped(1, "off_policy")))
-    assert journal.states() == {"shipped": 1}
+    assert journal.count_states() == {"shipped": 1}
     with pytest.raises(RuntimeError, match="draw 7"):
         journal.commit(entries([], shipped(7)), shipped=2)
     assert journal.last_step() == 1
@@ -106,7 +106,7 @@ def test_a_fork_reopens_what_shipped_after_its_step_and_takes_state_and_totals_b
     copy = Journal(tmp_path / "fork" / "journal.sqlite")
     assert copy.last_step() == 1
     assert copy.open_draws() == draws(2, 3, 4, 5)
-    assert copy.states() == {"trained": 1, "dropped:zero_advantage": 1, "drawn": 4}
+    assert copy.count_states() == {"trained": 1, "dropped:zero_advantage": 1, "drawn": 4}
     assert copy.totals() == Totals(8, 80, {"zero_advantage": 4})
     assert copy.algorithm_states() == {"env": learned("[1]")}
     assert copy.clock().seconds == 1.0
@@ -183,7 +183,7 @@ def test_what_is_still_open_at_the_end_of_a_run_is_dropped_with_a_reason(tmp_pat
     journal = Journal(tmp_path / "journal.sqlite")
     journal.commit(entries(draws(0, 1), shipped(0)), shipped=1)
     journal.drop_open("max_steps")
-    assert journal.states() == {"shipped": 1, "dropped:max_steps": 1}
+    assert journal.count_states() == {"shipped": 1, "dropped:max_steps": 1}
 
 
 @pytest.mark.parametrize("read_only", [True, False])
@@ -224,9 +224,9 @@ def test_marking_a_batch_as_trained_writes_one_row_and_changes_no_draw(tmp_path:
     journal.mark_trained(0)  # an older checkpoint takes nothing back
     assert rows(tmp_path, "SELECT * FROM draws") == before
     assert rows(tmp_path, "SELECT id, step FROM covered") == [(1, 1)]
-    assert journal.states() == {"trained": 2}
+    assert journal.count_states() == {"trained": 2}
     journal.rewind(0)
-    assert journal.covered() == 0
+    assert journal.covered_step() == 0
 
 
 def test_every_row_has_the_epoch_of_its_writer_and_a_checksum(tmp_path: Path):
@@ -267,14 +267,14 @@ def test_a_journal_of_the_previous_schema_is_read_as_it_is_and_migrated_when_it_
     path = tmp_path / "journal.sqlite"
     shutil.copy(RECORDED, path)
     old = Journal(path, read_only=True)
-    states, credits, totals = old.states(), list(old.credits()), old.totals()
+    states, credits, totals = old.count_states(), list(old.credits()), old.totals()
     assert not old.has_checksums and set(states) & {"trained"}
     assert rows(tmp_path, "PRAGMA user_version") == [(4,)]
     journal = Journal(path)
-    assert (journal.states(), list(journal.credits()), journal.totals()) == (states, credits, totals)
+    assert (journal.count_states(), list(journal.credits()), journal.totals()) == (states, credits, totals)
     assert journal.find_damage() == []
     again = Journal(path, read_only=True)
-    assert again.has_checksums and again.states() == states
+    assert again.has_checksums and again.count_states() == states
 
 
 def test_a_flipped_bit_in_the_write_ahead_log_of_a_killed_run_is_refused_with_the_file(tmp_path: Path):
@@ -295,7 +295,7 @@ def test_a_transaction_that_was_being_written_at_a_kill_is_no_damage(tmp_path: P
         file.truncate(log.stat().st_size - 100)
     journal = Journal(path)
     assert journal.find_damage() == []
-    assert (journal.last_step(), journal.covered()) == (2, 0)
+    assert (journal.last_step(), journal.covered_step()) == (2, 0)
 
 
 def test_a_deleted_write_ahead_log_that_had_the_tables_is_reported(tmp_path: Path):

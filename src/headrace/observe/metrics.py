@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.transport.announcements import names
+from headrace.transport.announcements import list_names
 from headrace.transport.files import write_atomically
 from headrace.transport.journal_files import HOSTS_VAR
 
@@ -99,11 +99,11 @@ class MetricsCollector:
 
     def collect(self) -> None:
         """Append the whole lines that processes have written since the last call."""
-        parts = [name for name in names(self._directory) if name.endswith(".jsonl")]
+        parts = [name for name in list_names(self._directory) if name.endswith(".jsonl")]
         if not parts:
             return
         if self._positions is None:
-            has_mark = self._mark.name in names(self._directory)
+            has_mark = self._mark.name in list_names(self._directory)
             self._positions = msgspec.json.decode(self._mark.read_bytes(), type=dict[str, int]) if has_mark else {}
         collected = bytearray()
         for name in parts:
@@ -150,7 +150,7 @@ class Tail:
         self.path, self.offset, self._texts = path, offset, texts
 
     def read(self) -> list[Record]:
-        if self.path.name not in names(self.path.parent) or self.path.stat().st_size <= self.offset:
+        if self.path.name not in list_names(self.path.parent) or self.path.stat().st_size <= self.offset:
             return []
         with open(self.path, "rb") as file:
             file.seek(self.offset)

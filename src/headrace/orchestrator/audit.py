@@ -44,7 +44,7 @@ def _check_draws(journal: Journal) -> Iterator[str]:
 
 def _check_steps(journal: Journal) -> Iterator[str]:
     """Check that committed steps are contiguous and have draws, and that the draws sum to their totals."""
-    committed = journal.totals_at()
+    committed = journal.totals_by_step()
     if list(committed) != list(range(1, len(committed) + 1)):
         yield f"the committed steps are {list(committed)}: one is missing"
     with_draws = {step or 0 for _, state, step, _ in journal.draws() if state in ("shipped", "trained")}
@@ -77,8 +77,8 @@ def _check_files(run: RunDir, journal: Journal) -> Iterator[str]:
     covered, last = run.latest_checkpoint_step(), journal.last_step()
     if covered > last:
         yield f"there is a checkpoint of step {covered}, but the journal ends at step {last}"
-    if journal.covered() > covered:
-        yield f"the steps through {journal.covered()} count as trained, but no checkpoint covers step {covered + 1}"
+    if (trained := journal.covered_step()) > covered:
+        yield f"the steps through {trained} count as trained, but no checkpoint covers step {covered + 1}"
 
 
 async def replay_states(journal: Journal, env: str, algorithm: Algorithm) -> dict[int, Any]:

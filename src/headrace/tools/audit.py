@@ -46,7 +46,7 @@ def audit_run(run: RunDir) -> AuditReport:
     with closing(Journal(run.journal, read_only=True)) as journal:
         if damage := journal.find_damage():
             return AuditReport({}, damage, ["everything else: the journal is damaged"])
-        report = AuditReport(journal.states())
+        report = AuditReport(journal.count_states())
         damaged = find_damaged_files(run, journal)
         report.problems += damaged.values()
         _collect(report, find_violations(run, journal))
@@ -141,7 +141,7 @@ def find_rollout_violations(run: RunDir, journal: Journal, damaged: Mapping[Path
     """Yield a sentence for each draw whose saved rollouts are not those that the journal has."""
     last, outcomes = journal.last_step(), journal.outcomes()
     recorded = {run.root / name for name in journal.files()}
-    old = {draw for draw, (drawn_in, _) in journal.epochs().items() if drawn_in is None}
+    old = {draw for draw, (drawn_in, _) in journal.epochs_by_draw().items() if drawn_in is None}
     saved = {step: [path] for step, path in RolloutKind.TRAIN.files(run.rollouts).items() if step <= last}
     for step in range(min(saved, default=last + 1), last + 1):  # the run deletes only the oldest
         if step not in saved:
@@ -269,7 +269,7 @@ async def replay_credit(config: OrchestratorConfig, journal: Journal, files: Rol
         except Failure as error:
             report.unchecked.append(f"credit of {env.name}: {error}")
             continue
-        epochs, other = journal.epochs(), _other_settings(config, journal)
+        epochs, other = journal.epochs_by_draw(), _other_settings(config, journal)
         changed = {group: int(group.partition("-")[0]) for group in outcome.changed_groups}
         report.problems += shortened(
             f"the credit of group {group} differs by up to {outcome.changed_groups[group]:.3g} from what {algo.type} "
@@ -305,14 +305,14 @@ def replay_draws(config: OrchestratorConfig, journal: Journal, report: AuditRepo
 def _other_settings(config: OrchestratorConfig, journal: Journal) -> set[int]:
     """Return the epochs whose settings were not those of `config`."""
     digest = settings_digest(config)
-    return {epoch for epoch, settings in journal.settings().items() if settings not in (None, digest)}
+    return {epoch for epoch, settings in journal.settings_by_epoch().items() if settings not in (None, digest)}
 
 
 def compare_draws(
     entries: Sequence[TrainTasks], seed: int, journal: Journal, report: AuditReport, other: Collection[int] = ()
 ) -> None:
     """Compare the journal's draws with those that the environments and the seed give; not those of `other` epochs."""
-    epochs, results = journal.epochs(), list(journal.results())
+    epochs, results = journal.epochs_by_draw(), list(journal.results())
     draws = [draw for draw, *_ in journal.draws() if epochs[draw.id][0] not in other]
     failed = {entry.env: sum(result.failed for result in results if result.env == entry.env) for entry in entries}
     if max(failed.values(), default=0) >= MAX_FAILED_EPISODES or {draw.env for draw in draws} - failed.keys():

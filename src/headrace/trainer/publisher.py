@@ -143,7 +143,7 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
     learner.state.incarnation = incarnation
     if learner.ranks.is_first:
         run.batches.delete_through(learner.state.step)
-        run.weights.sweep()
+        run.weights.delete_incomplete()
     # The last version must be available after this process has ended.
     publisher.publish(learner.version, lasting=learner.state.step >= learner.max_steps)
     log.info("resumed at step %d as incarnation %d", learner.state.step, learner.state.incarnation)

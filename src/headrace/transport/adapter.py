@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
-_PLAIN_STARTS = (True, False, "gaussian")
+_PLAIN_INITS = (True, False, "gaussian")
 """Values of `init_lora_weights` that leave the base model unchanged; others subtract something from it."""
 _WITHOUT_EFFECT = {
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
@@ -71,7 +71,7 @@ class Adapter(NamedTuple):
 
 
 def merged(base: Tensor, matrices: Matrices, scaling: float) -> Tensor:
-    """Return base + scaling * B @ A in float32, also of stacks. `base` must be the original weight."""
+    """Return base + scaling * B @ A in float32, also for stacked experts. `base` must be the original weight."""
     return base.float() + scaling * (matrices.b.float() @ matrices.a.float())
 
 
@@ -80,7 +80,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def write_adapter(directory: Path, adapter: Adapter) -> None:
-    """Write both files. The tensors must be full tensors, not shards."""
+    """Write config and tensors of an adapter. The tensors must be full tensors, not shards."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def write_config(directory: Path, config: AdapterConfig) -> None:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter; raise AdapterError if it contains more than plain LoRA matrices."""
+    """Read an adapter; raise `AdapterError` if it contains more than plain LoRA matrices."""
     config = read_config(directory / CONFIG)
     path = directory / TENSORS
     try:
@@ -119,7 +119,7 @@ def read_adapter(directory: Path) -> Adapter:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise AdapterError(str(error), file=path) from error
-    return Adapter(config, _by_layer(tensors, config.r, path))
+    return Adapter(config, _group_by_layer(tensors, config.r, path))
 
 
 def read_config(path: Path) -> AdapterConfig:
@@ -129,14 +129,14 @@ def read_config(path: Path) -> AdapterConfig:
         config = msgspec.convert(settings, AdapterConfig)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         raise AdapterError(str(error), file=path) from error
-    kind = settings.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError("only LORA adapters can be used", file=path, key="peft_type", value=kind)
+    peft_type = settings.get("peft_type")
+    if peft_type != "LORA":
+        raise AdapterError("only LORA adapters can be used", file=path, key="peft_type", value=peft_type)
     if config.r < 1:
         raise AdapterError("the rank must be at least 1", file=path, key="r", value=config.r)
-    known = {*AdapterConfig.__struct_fields__, *_WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
-    unsupported = [key for key, value in settings.items() if key not in known and value and value != "none"]
-    if settings.get("init_lora_weights", True) not in _PLAIN_STARTS:
+    supported = {*AdapterConfig.__struct_fields__, *_WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
+    unsupported = [key for key, value in settings.items() if key not in supported and value and value != "none"]
+    if settings.get("init_lora_weights", True) not in _PLAIN_INITS:
         unsupported.append("init_lora_weights")
     if unsupported:
         problems = [
@@ -147,7 +147,7 @@ def read_config(path: Path) -> AdapterConfig:
     return config
 
 
-def _by_layer(tensors: Mapping[str, Tensor], r: int, path: Path) -> dict[str, Matrices]:
+def _group_by_layer(tensors: Mapping[str, Tensor], r: int, path: Path) -> dict[str, Matrices]:
     """Group the matrices by layer, checking that their shapes match."""
     by_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -1,9 +1,9 @@
 """Announcements: which names are in a directory of the run, before the file system of this host shows them.
 
 Clients of network file systems cache directories: a host may see a new file half a minute late, or remember for as long
-that a name did not exist. So readers list directories, never ask for a name that they have not seen, and processes also
-announce what they have written to the launcher's driver, which passes it on (`GET /announcements`, a long poll). These
-are hints: files stay the truth, and without a driver, as on one host, a listing is all there is.
+that a name did not exist. So readers list directories and never open a name that they have not seen. Processes also
+announce what they have written to the launcher's driver, which passes it on (`GET /announcements`, a long poll).
+Announcements are hints: only files count, and without a driver, as on one host, readers use the listing alone.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ REQUEST_TIMEOUT_S = 20.0
 RETRY_S = 1.0
 
 
-class _News(msgspec.Struct):
+class _AnnouncementList(msgspec.Struct):
+    """Announcements after a sequence number, and the newest number."""
+
     seq: int
     entries: list[tuple[int, str, bool]]
 
 
-class _Driver:
-    """The connection to the driver: one thread posts, another one follows."""
+class _DriverConnection:
+    """The connection to the driver: one thread posts announcements, another one receives those of other processes."""
 
     def __init__(self, root: Path, url: str, key: str) -> None:
         self.root = root.absolute()
         self.hints: defaultdict[Path, dict[str, bool]] = defaultdict(dict)
-        """By directory: names, and whether each was withdrawn."""
+        """Announced names by directory, and whether each was withdrawn."""
         self.closed = threading.Event()
         self._url, self._key = f"{url.rstrip('/')}/announcements", key
         self._posts: SimpleQueue[bytes | None] = SimpleQueue()
@@ -55,7 +57,7 @@ class _Driver:
         self._posts.put(msgspec.json.encode({"path": relative, "withdrawn": withdrawn}))
 
     def close(self) -> None:
-        """Send what is queued, for a moment; do not wait for the long poll."""
+        """Send queued announcements for at most `RETRY_S`; do not wait for the long poll."""
         self._posts.put(None)
         self._threads[0].join(RETRY_S)
         self.closed.set()
@@ -72,14 +74,14 @@ class _Driver:
             if content is None:
                 self.closed.wait(RETRY_S)
                 continue
-            news = msgspec.json.decode(content, type=_News)
-            after = news.seq
-            for _, path, withdrawn in news.entries:
+            received = msgspec.json.decode(content, type=_AnnouncementList)
+            after = received.seq
+            for _, path, withdrawn in received.entries:
                 name = PurePosixPath(path)
                 self.hints[self.root / name.parent][name.name] = withdrawn
 
     def _request(self, query: str, body: bytes | None = None) -> bytes | None:
-        """Return the answer; None if there is none: the driver is restarting, or the network is down."""
+        """Return the body of the response; None if the driver cannot be reached at the moment."""
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         import urllib.request  # only processes of a cluster need it
 
@@ -93,18 +95,18 @@ class _Driver:
             return None
 
 
-_driver: _Driver | None = None
+_driver: _DriverConnection | None = None
 
 
 @contextmanager
 def announcements(root: Path, env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Exchange announcements about a run directory with the driver that environment variables name, if they do."""
+    """Exchange announcements about a run directory with the driver, if the environment variables name one."""
     global _driver
     url, key = env.get(DRIVER_VAR), env.get(KEY_VAR)
     if not url or not key:
         yield
         return
-    _driver = driver = _Driver(root, url, key)
+    _driver = driver = _DriverConnection(root, url, key)
     try:
         yield
     finally:
@@ -113,13 +115,13 @@ def announcements(root: Path, env: Mapping[str, str] = os.environ) -> Iterator[N
 
 
 def announce(path: Path, *, withdrawn: bool = False) -> None:
-    """Announce that a path exists now, or with `withdrawn` no longer. Returns at once, and never fails."""
+    """Announce that a path exists now, or with `withdrawn` that it was deleted. Returns at once and never fails."""
     if _driver is not None and path.absolute().is_relative_to(_driver.root):
         _driver.post(path, withdrawn)
 
 
-def names(directory: Path) -> list[str]:
-    """Return the names in a directory, in order: those of a listing and those that were announced."""
+def list_names(directory: Path) -> list[str]:
+    """Return the sorted names in a directory: those of its listing, and announced ones that it does not show yet."""
     try:
         listed = set(os.listdir(directory))
     except FileNotFoundError:

@@ -17,14 +17,15 @@ from headrace.rollout.digest import digest_of
 from headrace.rollout.schema import DamagedFile, SchemaError
 from headrace.rollout.types import Sample
 from headrace.rollout.version import Version
-from headrace.transport.announcements import announce, names
+from headrace.transport.announcements import announce, list_names
 from headrace.transport.files import STEP, check_regular, sync, write_atomically
 from headrace.transport.journal_entries import FileRecord
 
 TRAINER_LOGPROBS, REPLAYED_LOGPROBS = "trainer_logprobs", "replayed_logprobs"
-"""The stream of a probe's samples: logprobs by the trainer with the weights of the probe's version."""
+"""Streams of a probe's samples: the trainer's logprobs with the weights of the probe's version, the second with the
+experts that the engine chose."""
 KEEP_LAST_PROBES = 4
-"""Probes on disk: the engine has one of the newest versions or loads it next."""
+"""Probes that stay on disk: the engine has one of the newest versions or loads it next."""
 
 
 class BatchStore:
@@ -40,14 +41,14 @@ class BatchStore:
         return self.directory / f".step-{step:08d}.prepared"
 
     def prepare(self, batch: Batch) -> FileRecord:
-        """Write the batch durably under a hidden name, before the journal makes the returned record."""
+        """Write the batch durably under a hidden name; return the record for the journal's commit."""
         content = encode_batch(batch)
         write_atomically(self._prepared_path(batch.step), content)
         path = self.path(batch.step)
         return FileRecord(f"{path.parent.name}/{path.name}", len(content), digest_of(content))
 
     def announce(self, step: int, prepared: Path | None = None) -> Path:
-        """Make a prepared batch visible to the trainer; `prepared`: its path, if it was adopted."""
+        """Rename a prepared batch, so that the trainer sees it; `prepared`: its path, if it was adopted."""
         path = self.path(step)
         os.replace(prepared or self._prepared_path(step), path)
         sync(self.directory)
@@ -75,10 +76,10 @@ class BatchStore:
         return {int(path.stem.rpartition("step-")[2]): path for path in paths}
 
     def exists(self, step: int) -> bool:
-        return self.path(step).name in names(self.directory)
+        return self.path(step).name in list_names(self.directory)
 
     def is_committed(self, step: int) -> bool:
-        """Return whether the batch of a committed step is there, announced or about to be."""
+        """Return whether the batch of a committed step exists, announced or prepared; it may be renamed meanwhile."""
         return self.exists(step) or step in self._prepared() or self.exists(step)
 
     def read(self, step: int) -> Batch:
@@ -99,8 +100,8 @@ class BatchStore:
 
     def steps(self) -> list[int]:
         """Return the steps on disk, in order."""
-        found = fnmatch.filter(names(self.directory), f"{STEP}.safetensors")
-        return sorted(int(name.removeprefix("step-").partition(".")[0]) for name in found)
+        files = fnmatch.filter(list_names(self.directory), f"{STEP}.safetensors")
+        return sorted(int(name.removeprefix("step-").partition(".")[0]) for name in files)
 
     def delete_through(self, step: int) -> None:
         """Delete batches that a complete checkpoint of `step` covers."""
@@ -118,9 +119,9 @@ class BatchStore:
 class ProbeStore:
     """The `probes/` directory of a run: a few sequences of each step with the trainer's logprobs, to measure drift.
 
-    A probe is a batch whose samples have the trainer's logprobs as a stream, and those with replayed experts, if there
-    are any, as a second one; the mask marks the tokens that have a logprob. It is written
-    before the weights of its version are published, so that it exists when an engine has loaded them.
+    A probe is a batch whose samples have the trainer's logprobs as a stream, and for models with experts those with
+    replayed experts as a second one; the mask marks the tokens that have a logprob. It is written before the weights of
+    its version are published, so that it exists when an engine has loaded them.
     """
 
     def __init__(self, directory: Path) -> None:

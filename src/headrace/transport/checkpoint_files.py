@@ -27,7 +27,7 @@ STATE = "state.json"
 """The trainer's counters in a checkpoint."""
 READER_THREADS = 8
 PART_BYTES = 1 << 22
-"""Read and hashed at a time, while it is in a cache of the CPU."""
+"""Bytes that are read and then hashed while they are in the CPU's cache."""
 XXH3 = "xxh3-128"
 
 
@@ -38,9 +38,9 @@ class BlockDigests(msgspec.Struct):
     block_size: int
     digests: list[str]
     algorithm: str = "blake2b"
-    """Older versions wrote no other one, and did not name it."""
+    """Older versions always used this one, and did not name it."""
     header: str = ""
-    """The digest of the header with its length, which is read first. Older versions did not write it."""
+    """Digest of the file's header and its length, which a reader reads first. Older versions did not write it."""
 
     def matches(self, number: int, parts: Iterable[Content]) -> bool:
         """Return whether a block, in consecutive parts, is as it was written."""
@@ -70,7 +70,7 @@ def read_marker(checkpoint: Path) -> CheckpointMarker:
 
 
 def digests_of(directory: Path) -> dict[str, str]:
-    """Return the digests of all files in a directory by their relative path, those of tensors in it left out."""
+    """Return the digests of all files in a directory by their relative path, except tensor files."""
     paths = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.parent.name != TENSORS)
     return {str(path.relative_to(directory)): file_digest(path) for path in paths}
 
@@ -126,7 +126,7 @@ def find_damage(checkpoint: Path) -> Iterator[DamagedFile]:
 def find_damage_of_all(directory: Path) -> Iterator[DamagedFile]:
     """Yield what `find_damage` finds in the complete checkpoints of a directory, permanent ones included."""
     markers = sorted(directory.rglob(f"{STEP}/{MARKER}"))
-    distinct = {marker.stat().st_ino: marker for marker in markers if marker.exists()}  # of hard links, one
+    distinct = {marker.stat().st_ino: marker for marker in markers if marker.exists()}  # one of several hard links
     for marker in distinct.values():
         with contextlib.suppress(FileNotFoundError):
             problems = [*find_damage(marker.parent)]
@@ -140,7 +140,7 @@ def block_spans(size: int, block_size: int) -> list[tuple[int, int]]:
 
 
 def read_parts(path: Path, start: int, end: int) -> Iterator[memoryview]:
-    """Yield these bytes of a file in parts, which are valid until the next one."""
+    """Yield the bytes from `start` to `end` of a file in parts; each is valid until the next one is read."""
     check_regular(path)
     buffer = memoryview(bytearray(min(PART_BYTES, end - start)))
     with open(path, "rb", buffering=0) as file:
@@ -151,7 +151,7 @@ def read_parts(path: Path, start: int, end: int) -> Iterator[memoryview]:
 
 
 def read_into(file: BinaryIO, start: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of a file from `start` on; raise EOFError if the file is too short."""
+    """Fill `target` with the bytes of a file from `start` on; raise `EOFError` if the file is too short."""
     while len(target):
         count = os.preadv(file.fileno(), [target], start)
         if not count:

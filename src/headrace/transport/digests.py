@@ -36,7 +36,7 @@ def file_digest(path: Path) -> str:
 
 
 def write_digests(directory: Path) -> None:
-    """Write the digests of all files in a directory, over those that came with files of another one."""
+    """Write `DIGESTS` of a directory, replacing one that was copied from another directory with its files."""
     names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != DIGESTS)
     digests = {name: file_digest(directory / name) for name in names}
     (directory / DIGESTS).write_bytes(seal(DirectoryDigests(digests)))
@@ -55,7 +55,7 @@ def check_directory(directory: Path) -> Iterator[Path | DamagedFile]:
     yield path
     for name, digest in digests.items():
         if name == DIGESTS:
-            continue  # of the directory that the files were copied from: earlier versions wrote it
+            continue  # earlier versions recorded the file that was copied from another directory
         yield check_file(directory / name, digest)
 
 

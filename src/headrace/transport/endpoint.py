@@ -16,7 +16,7 @@ import msgspec
 from headrace.errors import BadInput
 from headrace.rollout.digest import seal
 from headrace.rollout.schema import SCHEMA, decode_versioned
-from headrace.transport.announcements import announce, names
+from headrace.transport.announcements import announce, list_names
 from headrace.transport.files import write_atomically
 
 PAST_SERVER = "past-1"
@@ -38,7 +38,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def new_endpoint_path(directory: Path, server: str) -> Path:
-    """Return the path of a new start of a server."""
+    """Return the path of the endpoint file for a new start of a server."""
     return directory / f"{server}.{uuid.uuid4().hex[:8]}.json"
 
 
@@ -53,16 +53,16 @@ def read_endpoints(directory: Path) -> dict[str, Endpoint]:
 
 
 class EndpointReader:
-    """Reads the endpoints of a run again and again, only those whose files have changed: there may be hundreds."""
+    """Reads the endpoints of a run repeatedly, but only files that have changed: there may be hundreds."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._known: dict[str, tuple[tuple[int, int], Endpoint]] = {}
+        self._cached: dict[str, tuple[tuple[int, int], Endpoint]] = {}
         """By file name: inode and time of the file, and its content. Every write replaces the file."""
 
     def read(self) -> dict[str, Endpoint]:
-        known, self._known = self._known, {}
-        for name in names(self._directory):
+        cached, self._cached = self._cached, {}
+        for name in list_names(self._directory):
             if name.endswith(".json") and not name.startswith("."):
                 path = self._directory / name
                 try:
@@ -70,21 +70,21 @@ class EndpointReader:
                 except FileNotFoundError:
                     continue
                 written = (stat.st_ino, stat.st_mtime_ns)
-                if name in known and known[name][0] == written:
-                    self._known[name] = known[name]
+                if name in cached and cached[name][0] == written:
+                    self._cached[name] = cached[name]
                 elif (endpoint := read_endpoint(path)) is not None:
-                    self._known[name] = (written, endpoint)
-        return {name.removesuffix(".json"): endpoint for name, (_, endpoint) in self._known.items()}
+                    self._cached[name] = (written, endpoint)
+        return {name.removesuffix(".json"): endpoint for name, (_, endpoint) in self._cached.items()}
 
 
 def is_past_server(name: str) -> bool:
-    """Whether an endpoint, by the name of its file, is that of the run's past policy."""
+    """Return whether an endpoint, by the name of its file, is that of the run's past policy."""
     return name.partition(".")[0] == PAST_SERVER
 
 
 def withdraw_endpoints(directory: Path, server: str) -> None:
     """Delete the endpoints of a server that has ended."""
-    for name in names(directory):
+    for name in list_names(directory):
         if name == f"{server}.json" or fnmatchcase(name, f"{server}.*.json"):
             withdraw_endpoint(directory / name)
 
@@ -95,7 +95,7 @@ def withdraw_endpoint(path: Path) -> None:
 
 
 def read_endpoint(path: Path) -> Endpoint | None:
-    """Return the endpoint, None if there is none. Raises `BadInput` for another user's file."""
+    """Return the endpoint in a file; None if it does not exist. Raises `BadInput` for another user's file."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -2,14 +2,14 @@
 
 An epoch is taken by exclusive creation of `epochs/ROLE/E.json`, which is atomic on network file systems, too. The file
 is also the lease. A process that was paused (SIGSTOP, a cut network) and continues after another has taken over must
-not change the run, and a check before each write would leave a gap between the two. So the file system refuses:
+not change the run, and a check before each write would leave a gap between check and write. So its writes must fail:
 
 - Everything that gets a final name is a draft in `.drafts/ROLE-E-NONCE/` first, and is renamed (`files.draft_of`). A
   process that takes an epoch deletes the drafts of the older ones before anything else. From then on their renames
   fail: the source does not exist, whatever a host has cached. What they had renamed before counts.
 - The journal is written in place, so its path has the epoch: `journal-E.sqlite` (`journal_files`).
 
-The holder looks every second whether a newer epoch exists, and then exits. Left out on purpose: metrics and status
+The holder checks every second whether a newer epoch exists, and exits if so. Left out on purpose: metrics and status
 files, which an older process may still write until then; no process depends on them.
 
 A lease tells whether the holder of an epoch still lives, without comparing clocks of hosts. The holder rewrites its
@@ -83,7 +83,7 @@ class Lease(msgspec.Struct):
 
 
 class Verdict(Enum):
-    """What an observer knows about a lease."""
+    """Whether a lease is held, as far as an observer knows."""
 
     FREE = "free"
     HELD = "held"
@@ -99,11 +99,11 @@ class Observer:
         self._seen: object = None
         self._since = 0.0
 
-    def judge(self, name: int, lease: Lease | None, now: float) -> Verdict:
-        """Judge the lease file `name` as read at `now`; None: its holder is about to write it, or it is damaged."""
+    def judge(self, number: int, lease: Lease | None, now: float) -> Verdict:
+        """Return whether the lease of epoch `number`, as read at `now`, is held; None: it is not written or damaged."""
         if lease is not None and (lease.released or self._is_gone(lease.holder)):
             return Verdict.FREE
-        seen = (name, None if lease is None else (lease.holder.nonce, lease.counter))
+        seen = (number, None if lease is None else (lease.holder.nonce, lease.counter))
         if self._seen is None:
             self._seen, self._since = seen, now
         elif seen != self._seen:
@@ -132,7 +132,7 @@ class Epoch:
     def _renew(self) -> None:
         while not self._released.wait(RENEWAL_S):
             try:
-                newest = max(numbers(self._directory), default=0)
+                newest = max(list_epochs(self._directory), default=0)
                 if newest > self.number:
                     lease = read_lease(self._directory, newest)
                     self._on_fenced(
@@ -142,10 +142,11 @@ class Epoch:
                     )
                     return
                 self.renew()
-            except OSError as error:  # of a network file system, for a moment; if it lasts, another one may take over
+            except OSError as error:  # a network file system may fail for a moment; if it lasts, the lease expires
                 log.warning("the lease of the %s could not be renewed: %s", self._directory.name, error)
 
     def renew(self, *, released: bool = False) -> None:
+        """Write the lease with a higher counter, or as released."""
         self._lease.counter += 1
         self._lease.released = released
         path = self._directory / f"{self.number}.json"
@@ -172,18 +173,18 @@ def take_epoch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Epoch:
-    """Take the next epoch of a role; then no process of an older one can write. Raises `Held` if its holder lives.
+    """Take the next epoch of a role; then no process of an older one can write. Raises `Held` if its holder is alive.
 
-    With `take_over` a living holder is replaced. `on_wait` is called once if it takes a while to find out.
+    With `take_over` a living holder is replaced. `on_wait` is called once if the lease must be observed for a while.
     """
     directory = root / EPOCHS / role
     directory.mkdir(parents=True, exist_ok=True)
-    probe = temporary(directory / "refresh")  # a change of its own makes an NFS client forget a cached listing
+    probe = temporary(directory / "refresh")  # after a change by this host, its NFS client drops the cached listing
     probe.touch()
     probe.unlink(missing_ok=True)
-    observer, newest, waits = Observer(is_gone), 0, False
+    observer, newest, is_waiting = Observer(is_gone), 0, False
     while True:
-        newest = max(newest, *numbers(directory), 0)
+        newest = max(newest, *list_epochs(directory), 0)
         lease = read_lease(directory, newest) if newest else None
         verdict = Verdict.FREE if take_over or not newest else observer.judge(newest, lease, clock())
         if verdict is Verdict.HELD:
@@ -193,16 +194,16 @@ def take_epoch(
                 return epoch
             newest += 1  # another process was faster, and a listing may not show it yet
             continue
-        if not waits:
-            waits = True
+        if not is_waiting:
+            is_waiting = True
             on_wait(lease.holder if lease else None)
         sleep(POLL_S)
 
 
 def _try_to_take(root: Path, role: str, number: int, on_fenced: OnFenced) -> Epoch | None:
-    """Take an epoch and end the older ones; None if it is taken."""
+    """Take an epoch and delete the drafts of older ones; return None if another process has taken it."""
     directory, lease = root / EPOCHS / role, Lease(this_process())
-    # Before the epoch is taken: a later one deletes what exists then. It is never created again.
+    # Created before the epoch is taken, and never again: so a process with a later epoch finds and deletes it.
     drafts = root / DRAFTS / f"{role}-{number}-{lease.holder.nonce}"
     drafts.mkdir(parents=True)
     try:
@@ -222,9 +223,12 @@ def _try_to_take(root: Path, role: str, number: int, on_fenced: OnFenced) -> Epo
 
 @contextmanager
 def hold_epoch(root: Path, role: str) -> Iterator[Epoch]:
-    """Hold an epoch of a role; refuse if another process holds it. What this process writes in `root` is fenced."""
+    """Hold an epoch of a role, so that writes of this process in `root` fail once another process takes over.
+
+    Raises `BadInput` if another process holds the role.
+    """
     launcher = os.environ.get(LAUNCHER_VAR)
-    newest = max(numbers(root / EPOCHS / "launcher"), default=0)
+    newest = max(list_epochs(root / EPOCHS / "launcher"), default=0)
     if launcher is not None and int(launcher) < newest:
         fact = f"its launcher (epoch {launcher}) was replaced by another one (epoch {newest})"
         raise BadInput(fact, key="RUN", value=root, fix="Stop this one.")
@@ -248,13 +252,13 @@ def hold_epoch(root: Path, role: str) -> Iterator[Epoch]:
 
 def newest_lease(root: Path, role: str) -> Lease | None:
     directory = root / EPOCHS / role
-    return read_lease(directory, max(numbers(directory), default=0))
+    return read_lease(directory, max(list_epochs(directory), default=0))
 
 
 def is_held(root: Path, role: str) -> bool:
-    """Whether a process holds the role: at once if that is known, else after watching its lease."""
+    """Return whether a process holds the role; may observe its lease for up to `LEASE_S`."""
     directory, observer = root / EPOCHS / role, Observer(is_gone)
-    while newest := max(numbers(directory), default=0):
+    while newest := max(list_epochs(directory), default=0):
         verdict = observer.judge(newest, read_lease(directory, newest), time.monotonic())
         if verdict is not Verdict.UNKNOWN:
             return verdict is Verdict.HELD
@@ -262,8 +266,8 @@ def is_held(root: Path, role: str) -> bool:
     return False
 
 
-def numbers(directory: Path) -> list[int]:
-    """Return the epochs whose files a listing shows."""
+def list_epochs(directory: Path) -> list[int]:
+    """Return the numbers of the epochs in the directory of a role."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -281,7 +285,7 @@ def read_lease(directory: Path, number: int) -> Lease | None:
 
 
 def _exit(message: str) -> NoReturn:
-    """End this process at once: what it would do in an orderly shutdown is for its successor to do."""
+    """End this process at once, without a shutdown that would change files of its successor."""
     log.critical("%s", message)
     logging.shutdown()
     os._exit(FENCED)
@@ -299,24 +303,24 @@ def boot_id() -> str:
 
 
 def this_process() -> Holder:
-    """Return this process as a holder, with a nonce of its own."""
+    """Return the identity of this process, with a new nonce."""
     pid = os.getpid()
     started = _process_start(pid)
     return Holder(socket.gethostname(), boot_id(), pid_namespace(), pid, started or 0, uuid.uuid4().hex)
 
 
 def is_here(holder: Holder) -> bool:
-    """Whether a process is, or was, of this boot of this host and of this pid namespace."""
+    """Return whether a process runs, or ran, in this pid namespace since the last boot of this host."""
     return (holder.host, holder.boot, holder.pid_namespace) == (socket.gethostname(), boot_id(), pid_namespace())
 
 
 def is_gone(holder: Holder) -> bool:
-    """Whether a process is known to have ended: of the same boot and pid namespace, and no longer there."""
+    """Return whether a process is known to have ended; False for one of another host, boot or pid namespace."""
     return is_here(holder) and _process_start(holder.pid) not in (holder.started, 0)
 
 
 def _process_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; 0 if it is unknown, None if it has ended."""
+    """Return the start of a process in clock ticks since the boot; 0 if it is unknown, None if it has ended."""
     try:
         os.kill(pid, 0)
         # The name of the program is in parentheses, and may contain any character.

@@ -1,7 +1,7 @@
-"""Atomic writes of files and directories: readers see a complete one or none, also after a kill. Reads that can block.
+"""Atomic writes of files and directories: readers see a complete one or none, also after a kill. Reads that may block.
 
-Opening a FIFO or a device may block: these are refused before. No check finds a file on a mount whose server is gone:
-it is read in a thread that can be left behind.
+Opening a FIFO or a device may block, so both are refused before. A file on a mount whose server is gone cannot be
+recognized in advance: it is read in a daemon thread, which may never return.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MARKER = "COMPLETE.json"
 """Written last into a directory that another process waits for; a directory without it is incomplete."""
 DIGITS = 8 * "[0-9]"
 STEP = f"step-{DIGITS}"
-"""Glob pattern of the files and directories of a step; others' names in the same place are not ours."""
+"""Glob pattern of the files and directories of a step; other names in the same directory are ignored."""
 DISCARD_TIMEOUT_S = 10.0
 _NONCE = uuid.uuid4().hex[:8]
 _drafts: dict[Path, Path] = {}
-"""By run directory: the folder for the drafts of this process's epoch."""
+"""The folder for the drafts of this process's epoch, by run directory."""
 
 
 def temporary(path: Path) -> Path:
-    """Return a hidden path beside another one that no other process, on any host, uses."""
+    """Return a hidden path beside `path` that no other process, on any host, uses."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{_NONCE}.tmp")
 
 
@@ -53,12 +53,12 @@ def use_drafts(root: Path, drafts: Path) -> Iterator[None]:
 
 
 def share_drafts(gather: Callable[[dict[Path, Path]], list[dict[Path, Path]]]) -> None:
-    """Use the folder of the first rank, which holds the epoch, on all ranks."""
+    """Use the drafts folder of the first rank, which holds the epoch, on all ranks."""
     _drafts.update(gather(_drafts)[0])
 
 
 def discard_drafts(directory: Path) -> None:
-    """Delete a folder of drafts, also if a process that has been replaced is just writing into it."""
+    """Delete a folder of drafts, also while a process that was replaced still writes into it."""
     deadline = time.monotonic() + DISCARD_TIMEOUT_S
     while True:
         shutil.rmtree(directory, ignore_errors=True)
@@ -123,17 +123,17 @@ def draft_of(final: Path) -> Path:
     with _fenced(final):
         draft = _fenced_draft(final)
         if draft is not None:
-            draft.parent.stat()  # for a clear error at this point; what counts is that the rename fails
+            draft.parent.stat()  # only for an early error: the later rename would fail anyway
     return draft or final.with_name(f".{final.name}.tmp")
 
 
 def _fenced_draft(final: Path, end: str = "tmp") -> Path | None:
-    """Return the place of a draft of `final` in the folder of this process's epoch; None if it has none."""
+    """Return the path for a draft of `final` in the folder of this process's epoch; None if there is no such folder."""
     absolute = final.absolute()
     for root, drafts in _drafts.items():
         if absolute.is_relative_to(root):
             parts = absolute.relative_to(root).parts
-            # Beyond a link to another disk no draft of this one can be renamed.
+            # A link may lead to another disk, and a rename does not work between disks.
             if not any(root.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts))):
                 return drafts / f"{'.'.join(parts)}.{end}"
     return None
@@ -146,9 +146,9 @@ def move(draft: Path, final: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or directory that has its final name, if this process may write: a rename, which is atomic, first.
+    """Delete a file or directory after an atomic rename, so that readers never see a partly deleted directory.
 
-    So a directory that is deleted in part is never seen. A file of a process without an epoch needs no rename.
+    The rename fails if another process has taken over. A file of a process without an epoch needs no rename.
     """
     old = _fenced_draft(path, "old")
     if old is None and not path.is_dir():
@@ -165,7 +165,7 @@ def discard(path: Path) -> None:
 
 @contextmanager
 def _fenced(final: Path) -> Iterator[None]:
-    """Explain why a draft of this process cannot be written."""
+    """Raise `Fenced` for a missing file if another process has deleted this process's drafts."""
     try:
         yield
     except FileNotFoundError as error:
@@ -176,7 +176,7 @@ def _fenced(final: Path) -> Iterator[None]:
 
 
 def link_tree(source: Path, target: Path, without: str | None = None) -> None:
-    """Copy a directory whose files never change by hard links, or by content if the file system has none.
+    """Copy a directory whose files never change, by hard links where the file system has them.
 
     Files of the name `without` are left out.
     """
@@ -194,7 +194,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file or a directory (its renames)."""
+    """Fsync a file, or a directory, which makes renames in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -209,17 +209,14 @@ def check_regular(path: Path) -> None:
 
 
 def require_regular(path: Path) -> Path:
-    """Return the path of a regular file; raise `OSError` for another one or none."""
+    """Return `path`; raise `OSError` unless it is a regular file."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     return path
 
 
 def in_daemon_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a thread of its own, which does not delay the end of the process.
-
-    The threads of executors would: the interpreter waits for them.
-    """
+    """Run a function in a daemon thread, which does not delay the end of the process, as threads of executors do."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -5,9 +5,9 @@ that was neither shipped nor dropped when the orchestrator died is sampled again
 lost. Draws that were never recorded are drawn again: the source is deterministic. Which draws are trained follows from
 one row, the step that the newest checkpoint covers. A commit also records the files that belong to it.
 
-Everything else is a fold over the draws: totals are sums over outcomes, a curriculum observes rewards in the order of
-credit, and an algorithm's state is the one right after the last group in that order whose outcome is recorded. So all
-of them can be replayed and checked. Tables, checksums and the migration of older journals: `journal_schema`.
+All other state follows from the draws: totals are sums over outcomes, a curriculum observes rewards in the order of
+credit, and an algorithm's state is the one right after the last group in that order whose outcome is recorded. So it
+can be replayed and checked. Tables, checksums and the migration of older journals: `journal_schema`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from headrace.transport.journal_files import copy_journal, delete_journal, journ
 from headrace.transport.journal_schema import (
     JOURNAL_SCHEMA,
     RESTORE,
-    check_log,
     check_version,
+    check_wal,
     connect_reader,
     connect_writer,
     find_damage,
-    prepare,
+    prepare_writer,
     reporting_damage,
     transaction,
 )
@@ -59,11 +59,11 @@ class Journal:
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         self._copy: TemporaryDirectory[str] | None = None
-        """Of a journal that another host may write."""
+        """Directory with the copy that is read, if another host may write the journal."""
         self.epoch = 0
         """Number of the orchestrator process that writes, or that has last written."""
         with reporting_damage(path):
-            check_log(path)
+            check_wal(path)
             if read_only:
                 self._open_for_reading()
             else:
@@ -81,14 +81,14 @@ class Journal:
         if not self.has_checksums:  # every query reads the present schema
             self._db = sqlite3.connect(":memory:", isolation_level=None)
             self._file.backup(self._db)
-            prepare(self._db, self.path, lambda: self.epoch)
+            prepare_writer(self._db, self.path, lambda: self.epoch)
 
     def _open_for_writing(self) -> None:
         self._file = self._db = connect_writer(self.path)
         if check_version(self._db, self.path):
             self.refuse_damage()
             self.epoch = self._last_start()
-        prepare(self._db, self.path, lambda: self.epoch)
+        prepare_writer(self._db, self.path, lambda: self.epoch)
         self.has_checksums = True
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Journal:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def start(self, settings: str | None = None) -> int:
-        """Record a start of the orchestrator; return its number, from 1: its epoch. Not undone by a rewind.
+        """Record a start of the orchestrator; return its epoch, counted from 1. A rewind does not undo this.
 
         `settings` is a digest of the settings that draws and credit depend on.
         """
@@ -137,7 +137,7 @@ class Journal:
     ) -> None:
         """Write the entries in one transaction. `shipped`: the step whose batch has the draws that were not dropped.
 
-        `files` are recorded with them. `deleted` are names of recorded files that the run deletes after the commit.
+        `files` are recorded too. `deleted` are names of recorded files that the run deletes after the commit.
         """
         step = shipped if shipped is not None else self.last_step() + 1
         with transaction(self._db):
@@ -156,7 +156,7 @@ class Journal:
             self.record_files(files, step)
 
     def record_files(self, files: Sequence[FileRecord], step: int = 0) -> None:
-        """Record files outside of a commit. A rewind to before `step` removes the records; with 0 none does."""
+        """Record files. A rewind to before `step` removes the records; no rewind does if `step` is 0."""
         self._db.executemany(
             "INSERT OR REPLACE INTO files (name, step, size, digest) VALUES (?, ?, ?, ?)",
             [(file.name, step, file.size, file.digest) for file in files],
@@ -170,11 +170,11 @@ class Journal:
 
     def mark_trained(self, step: int) -> None:
         """Mark the draws of all batches through `step` as covered by a complete checkpoint."""
-        if step > self.covered():
+        if step > self.covered_step():
             self._db.execute("INSERT OR REPLACE INTO covered (id, step) VALUES (1, ?)", (step,))
 
     def rewind(self, step: int, *, keep_clock: bool = False) -> None:
-        """Rewind to the moment when batch `step` had shipped: later draws are open again, with the same ids.
+        """Undo all outcomes after batch `step` shipped: later draws are open again, with the same ids.
 
         `keep_clock`: time and tokens since then still count.
         """
@@ -233,20 +233,20 @@ class Journal:
         with reporting_damage(self.path):
             return self._db.execute(query, arguments).fetchall()
 
-    def _number(self, query: str) -> int:
+    def _read_number(self, query: str) -> int:
         with reporting_damage(self.path):
             return int(self.rows(query)[0][0])
 
     def _last_start(self) -> int:
-        return self._number("SELECT COALESCE(MAX(number), 0) FROM starts")
+        return self._read_number("SELECT COALESCE(MAX(number), 0) FROM starts")
 
     def last_step(self) -> int:
         """Return the step of the newest committed batch; 0 before the first."""
-        return self._number("SELECT COALESCE(MAX(step), 0) FROM steps")
+        return self._read_number("SELECT COALESCE(MAX(step), 0) FROM steps")
 
-    def covered(self) -> int:
+    def covered_step(self) -> int:
         """Return the newest step that a complete checkpoint covers, as far as it is recorded."""
-        return self._number("SELECT COALESCE(MAX(step), 0) FROM covered")
+        return self._read_number("SELECT COALESCE(MAX(step), 0) FROM covered")
 
     def totals(self, through: int | None = None) -> Totals:
         """Return the sums over every outcome, or over those of the steps through `through`."""
@@ -261,7 +261,7 @@ class Journal:
         )
         return Totals(rollouts, tokens, dict(drops))
 
-    def totals_at(self) -> dict[int, Totals]:
+    def totals_by_step(self) -> dict[int, Totals]:
         """Return the totals that were committed with each step."""
         rows = self.rows("SELECT step, totals FROM steps ORDER BY step")
         with reporting_damage(self.path):
@@ -307,17 +307,17 @@ class Journal:
             "SELECT step, id, reason, rollouts, tokens, credit, rewards, credited_tokens FROM draws "
             "WHERE step IS NOT NULL ORDER BY id"
         ):
-            paid = [] if rewards is None else self._decode_rewards(rewards)
-            outcome = Outcome(draw, reason or "", rollouts, tokens, drops.get(draw, {}), credit, paid, credited)
+            decoded = [] if rewards is None else self._decode_rewards(rewards)
+            outcome = Outcome(draw, reason or "", rollouts, tokens, drops.get(draw, {}), credit, decoded, credited)
             outcomes.setdefault(step, []).append(outcome)
         return outcomes
 
-    def settings(self) -> dict[int, str | None]:
+    def settings_by_epoch(self) -> dict[int, str | None]:
         """Return the digest of the settings by epoch; None if an older version started it."""
         return dict(self.rows("SELECT number, settings FROM starts"))
 
-    def epochs(self) -> dict[int, tuple[int | None, int]]:
-        """Return, by draw, the epoch in which it was drawn, None if an older version drew it, and of its outcome."""
+    def epochs_by_draw(self) -> dict[int, tuple[int | None, int]]:
+        """Return the epochs that recorded each draw and its outcome; None for a draw of an older Headrace version."""
         return {draw: (drawn, last) for draw, drawn, last in self.rows("SELECT id, drawn_in, epoch FROM draws")}
 
     def results(self) -> Iterator[DrawResult]:
@@ -328,12 +328,13 @@ class Journal:
             "ORDER BY credit IS NULL, credit, id",
             (GROUP_FAILED,),
         )
-        for draw, env, key, step, rollouts, reason, rewards, tokens, partly in rows:
+        for draw, env, key, step, rollouts, reason, rewards, tokens, group_failed in rows:
             if rewards is not None:
                 credited = [reward for _, reward in self._decode_rewards(rewards)]
                 yield DrawResult(draw, env, key, credited, step=step, tokens=tokens, surplus=reason == ON_POLICY)
             else:
-                yield DrawResult(draw, env, key, [], 0 if partly or reason in NO_FAILURE else rollouts, step=step)
+                failed = 0 if group_failed or reason in NO_FAILURE else rollouts
+                yield DrawResult(draw, env, key, [], failed, step=step)
 
     def _decode_rewards(self, rewards: str) -> list[tuple[str, float]]:
         with reporting_damage(self.path):
@@ -341,7 +342,7 @@ class Journal:
 
     def next_credit(self) -> int:
         """Return the next position in the order of credit."""
-        return self._number("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws")
+        return self._read_number("SELECT COALESCE(MAX(credit) + 1, 0) FROM draws")
 
     def draws(self) -> list[tuple[Draw, str, int | None, str | None]]:
         """Return every draw with its state, step and reason, oldest first."""
@@ -365,7 +366,7 @@ class Journal:
             drops.setdefault(env, {})[reason] = count
         return drops
 
-    def states(self) -> dict[str, int]:
+    def count_states(self) -> dict[str, int]:
         """Return the number of draws in each state, dropped ones by reason (`dropped:REASON`)."""
         query = """
             SELECT CASE state WHEN 'dropped' THEN 'dropped:' || COALESCE(reason, '?') ELSE state END, COUNT(*)
@@ -389,17 +390,18 @@ def fork(source: Path, target: Path, step: int) -> None:
 
 
 def take_over(root: Path, epoch: int) -> Journal:
-    """Open the journal of a new epoch for writing: a copy of the newest one. That is kept; older ones are deleted.
+    """Copy the newest journal and open the copy for writing, as the journal of a new epoch.
 
-    The caller holds the epoch, so that the batches in the copy are all that older epochs can ever announce.
+    The newest journal is kept; older ones are deleted. The caller holds the epoch, so older epochs can announce no
+    batch that is missing in the copy.
     """
     older, target = journals(root), root / f"journal-{epoch}.sqlite"
     draft = draft_of(target)
-    with TemporaryDirectory(prefix="headrace-journal-") as local:  # where SQLite has locks
+    with TemporaryDirectory(prefix="headrace-journal-") as local:  # on a local file system, which supports locks
         path = Path(local) / target.name
         if older:
             *outdated, newest = older.values()
-            check_log(newest)
+            check_wal(newest)
             copy_journal(newest, path)
             try:
                 with closing(Journal(path, read_only=True)) as copy:
@@ -411,7 +413,7 @@ def take_over(root: Path, epoch: int) -> Journal:
                 delete_journal(each)
         else:
             Journal(path).close()
-        with closing(sqlite3.connect(path)) as database:  # all of it in one file
+        with closing(sqlite3.connect(path)) as database:  # moves the content of the log into the database file
             database.execute("PRAGMA journal_mode=DELETE")
         shutil.copyfile(path, draft)
     sync(draft)

@@ -14,7 +14,7 @@ GROUP_FAILED = "group_failed"
 ON_POLICY = "on_policy"
 """Drop reason of what is left over when a step ships, with `max_async_level = 0`."""
 NOT_TRAINABLE = "not_trainable"
-"""Drop reason of a draw without a trainable rollout, and of such a rollout in a file; it does not count as dropped."""
+"""Drop reason of a draw without a trainable rollout; also in files for such rollouts, which do not count as dropped."""
 NO_FAILURE = frozenset({"off_policy", ON_POLICY, "max_steps", "task_gone", NOT_TRAINABLE, "cancelled"})
 """Reasons for a draw without credit that do not count as failures of its environment."""
 
@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct):
     rewards: list[tuple[str, float]] = msgspec.field(default_factory=list)
     """Agent and reward of each credited rollout, in the order in which the algorithm received them."""
     credited_tokens: int = 0
-    """Of these rollouts, prompts included."""
+    """Tokens of the credited rollouts, prompts included."""
 
 
 class DrawResult(msgspec.Struct):
@@ -78,7 +78,7 @@ class DrawResult(msgspec.Struct):
     tokens: int = 0
     """Tokens of its credited rollouts, prompts included; 0 if unknown."""
     surplus: bool = False
-    """Whether it was dropped after its credit because the batch was full without it, at level 0. Known afterwards."""
+    """Whether it was dropped after its credit because the batch was full, at level 0. Only set in past results."""
 
 
 class Totals(msgspec.Struct):

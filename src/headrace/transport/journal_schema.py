@@ -28,20 +28,20 @@ import numpy as np
 
 from headrace.errors import BadInput
 from headrace.rollout.schema import check_schema
-from headrace.transport.journal_files import copy_journal, has_log, is_shared_between_hosts, log_of
+from headrace.transport.journal_files import copy_journal, has_wal, is_shared_between_hosts, wal_path
 
 log = logging.getLogger(__name__)
 
 JOURNAL_SCHEMA = 5
 OLDEST_SCHEMA = 4
 """The oldest schema that is migrated."""
-MAX_REPORTED = 20
-"""Damaged places of one table that are named."""
-NO_DAMAGE = {
+MAX_REPORTED_ROWS = 20
+"""Damaged rows of one table that are reported."""
+OTHER_ERRORS = {
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
 }  # fmt: skip
-"""Errors of SQLite whose cause is not the content of the file."""
+"""SQLite errors that are not caused by the content of the file."""
 RESTORE = "Restore a copy of it. Without one, `headrace export` still exports the newest checkpoint."
 
 _STAMP = ("epoch", "checksum")
@@ -140,23 +140,23 @@ def is_at_rest(path: Path) -> bool:
     """
     with open(path, "rb") as file:
         uses_log = file.read(20)[18:] == b"\x02\x02"
-    return uses_log and not has_log(path)
+    return uses_log and not has_wal(path)
 
 
-def prepare(db: sqlite3.Connection, path: Path, epoch: Callable[[], int]) -> None:
-    """Make a connection the writer of a checked journal: create or migrate its tables, and stamp every row."""
+def prepare_writer(db: sqlite3.Connection, path: Path, epoch: Callable[[], int]) -> None:
+    """Create or migrate the tables of a checked journal, and stamp every row that the connection writes."""
     version = check_version(db, path)
     if version == OLDEST_SCHEMA:
         _migrate(db, epoch)
         return
     if version == 0:
         with transaction(db):
-            _create(db)
+            _create_tables(db)
     _stamp_writes(db, epoch)
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> int:
-    """Return the schema of a journal, 0 for an empty file; raise if this version of Headrace cannot read it."""
+    """Return the schema number of a journal, 0 for an empty file; raise if this version of Headrace cannot read it."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if 0 < version < OLDEST_SCHEMA:
         fact = f"written by an older Headrace (schema {version}, this one reads {OLDEST_SCHEMA} to {JOURNAL_SCHEMA})"
@@ -166,7 +166,7 @@ def check_version(db: sqlite3.Connection, path: Path) -> int:
     return version
 
 
-def _create(db: sqlite3.Connection) -> None:
+def _create_tables(db: sqlite3.Connection) -> None:
     for statement in re.sub("--.*", "", TABLES).split(";"):
         db.execute(statement)
     db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
@@ -206,7 +206,7 @@ def _migrate(db: sqlite3.Connection, epoch: Callable[[], int]) -> None:
         db.execute("DROP INDEX draws_by_state")
         for table in old:
             db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-        _create(db)
+        _create_tables(db)
         _stamp_writes(db, epoch)
         if covered is not None:
             db.execute("INSERT INTO covered (id, step) VALUES (1, ?)", (covered,))
@@ -227,21 +227,21 @@ def reporting_damage(path: Path) -> Iterator[None]:
     except sqlite3.ProgrammingError:
         raise
     except (sqlite3.DatabaseError, msgspec.DecodeError, ValueError, TypeError) as error:  # such as text in a number
-        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in NO_DAMAGE:
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in OTHER_ERRORS:
             raise
         raise BadInput(f"the journal is damaged: {error}", file=path, fix=RESTORE) from error
 
 
 def find_damage(db: sqlite3.Connection) -> Iterator[str]:
-    """Yield a sentence for each damage of the database; a row is checked only if its schema has checksums."""
-    for (line,) in db.execute(f"PRAGMA integrity_check({MAX_REPORTED})"):
+    """Yield a sentence for each damage of the database; rows are checked only if the schema has checksums."""
+    for (line,) in db.execute(f"PRAGMA integrity_check({MAX_REPORTED_ROWS})"):
         if line != "ok":
             yield f"SQLite's integrity check: {line}"
     if db.execute("PRAGMA user_version").fetchone()[0] != JOURNAL_SCHEMA:
         if "covered" in _tables(db):
-            yield "its schema number is not that of its tables"
+            yield "its schema number does not match its tables"
         return
-    if _definitions(db) != _definitions(_NEW):
+    if _definitions(db) != _definitions(_EMPTY_JOURNAL):
         yield "its tables are not those that Headrace creates"
         return
     db.text_factory = lambda content: content.decode(errors="surrogateescape")  # damaged text may not be UTF-8
@@ -249,7 +249,7 @@ def find_damage(db: sqlite3.Connection) -> Iterator[str]:
         for table, columns in _tables(db).items():
             rows = db.execute(f"SELECT rowid, {', '.join(columns)}, {', '.join(_STAMP)} FROM main.{table}")
             damaged = (row[0] for row in rows if not _is_whole(row[1:]))
-            for rowid in islice(damaged, MAX_REPORTED):
+            for rowid in islice(damaged, MAX_REPORTED_ROWS):
                 yield f"row {rowid} of table {table} does not match its checksum"
     finally:
         db.text_factory = str
@@ -267,48 +267,48 @@ def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
     return [(*row[:3], " ".join(str(row[3]).split())) for row in rows]
 
 
-_NEW = sqlite3.connect(":memory:", check_same_thread=False)
-"""An empty journal, for its definitions."""
-_create(_NEW)
+_EMPTY_JOURNAL = sqlite3.connect(":memory:", check_same_thread=False)
+"""An empty journal, to compare table definitions with."""
+_create_tables(_EMPTY_JOURNAL)
 
-_LOG_HEADER = struct.Struct(">8I")
+_WAL_HEADER = struct.Struct(">8I")
 _FRAME_HEADER = struct.Struct(">6I")
 
 
-def check_log(path: Path) -> None:
+def check_wal(path: Path) -> None:
     """Raise `BadInput` if SQLite would ignore a part of the write-ahead log because of damage in it.
 
     A transaction that was being written when the process was killed is not damage: nothing comes after it.
     """
-    log = log_of(path)
-    content = log.read_bytes() if has_log(path) else b""
-    while content and (place := _ignored_part(content)) is not None:
-        again = log.read_bytes() if has_log(path) else b""
-        if again == content:  # else a process was writing
+    wal = wal_path(path)
+    content = wal.read_bytes() if has_wal(path) else b""
+    while content and (place := _find_ignored_part(content)) is not None:
+        reread = wal.read_bytes() if has_wal(path) else b""
+        if reread == content:  # else a process was writing
             raise BadInput(
                 f"the journal's write-ahead log is damaged at byte {place}: the commits from there on are lost",
-                file=log,
+                file=wal,
                 fix=f"Restore copies of it and of {path.name} from the same time. Without them, delete both to start "
                 "over, or export the newest checkpoint with `headrace export`.",
             )
-        content = again
+        content = reread
 
 
-def _ignored_part(log: bytes) -> int | None:
-    """Return where the damage begins, if frames of the current log follow it."""
-    if len(log) < _LOG_HEADER.size:
+def _find_ignored_part(log: bytes) -> int | None:
+    """Return the offset of the first damage in bytes, if frames of the current log follow it; None otherwise."""
+    if len(log) < _WAL_HEADER.size:
         return 0
-    magic, _, page_size, _, *salts, sum0, sum1 = _LOG_HEADER.unpack_from(log)
+    magic, _, page_size, _, *salts, sum0, sum1 = _WAL_HEADER.unpack_from(log)
     order = ">" if magic & 1 else "<"
-    sums = _log_sums(log[: _LOG_HEADER.size - 8], (0, 0), order)
+    sums = _wal_checksum(log[: _WAL_HEADER.size - 8], (0, 0), order)
     if magic & ~1 != 0x377F0682 or sums != (sum0, sum1):
         return 0
     size, damaged = _FRAME_HEADER.size + page_size, None
-    for start in range(_LOG_HEADER.size, len(log) - size + 1, size):
+    for start in range(_WAL_HEADER.size, len(log) - size + 1, size):
         _, _, *frame_salts, sum0, sum1 = _FRAME_HEADER.unpack_from(log, start)
         if damaged is None:
             covered = log[start : start + 8] + log[start + _FRAME_HEADER.size : start + size]
-            sums = _log_sums(covered, sums, order)
+            sums = _wal_checksum(covered, sums, order)
             if frame_salts != salts or sums != (sum0, sum1):
                 damaged = start
         elif frame_salts == salts:
@@ -316,23 +316,23 @@ def _ignored_part(log: bytes) -> int | None:
     return None
 
 
-def _log_sums(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]:
+def _wal_checksum(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, int]:
     """Return SQLite's running checksum (a, b) of a write-ahead log after `content`.
 
-    Each pair of words (x, y) takes it to a' = a + x + b, b' = b + y + a': a product with [[1, 1], [1, 2]], modulo
+    Each pair of words (x, y) changes it to a' = a + x + b, b' = b + y + a': a product with [[1, 1], [1, 2]], modulo
     2**32. The powers of that matrix are Fibonacci numbers, so the sums over all pairs are dot products.
     """
     words = np.frombuffer(content, f"{order}u4").astype(np.uint32).reshape(-1, 2)
     words[:, 1] += words[:, 0]
     words = np.concatenate([np.array([sums], np.uint32), words])
-    powers = _powers(len(words))
+    powers = _matrix_powers(len(words))
     first = powers[:, :2] * words
     second = powers[:, 1:] * words
     return int(first.sum(dtype=np.uint32)), int(second.sum(dtype=np.uint32))
 
 
 @cache
-def _powers(count: int) -> np.ndarray:
+def _matrix_powers(count: int) -> np.ndarray:
     """Return the entries (1, 1), (1, 2) and (2, 2) of [[1, 1], [1, 2]] to the powers `count - 1` to 0."""
     powers = [(1, 0, 1)]
     for _ in range(count - 1):

@@ -1,4 +1,4 @@
-"""File locks (flock) between processes of one host, which the kernel releases when those that hold them end."""
+"""File locks (flock) between processes of one host. The kernel releases the locks of a process that ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 POLL_S = 0.004
 """Interval between two attempts to acquire the lock, and between two polls of an idle engine."""
 ALL_MEMORY = "all"
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of network file systems that have no locks; leases keep the processes of several hosts apart."""
 
 
 @contextmanager
 def lock(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
-    """Hold the lock file, waiting for it if necessary; on a file system without locks, do not.
+    """Hold the lock of a file, waiting for it if necessary; without any effect on a file system without locks.
 
     Before waiting, `on_wait` is called; it may raise. Yields the descriptor that holds the lock: processes that inherit
     it hold it too, until the last of them ends.
@@ -32,7 +32,7 @@ def lock(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
             on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
+            if error.errno not in NO_LOCKS_ERRNOS:
                 raise
         yield descriptor
     finally:
@@ -40,7 +40,7 @@ def lock(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock file."""
+    """Return whether a process holds the lock of a file."""
     if not path.is_file():
         return False
     descriptor = os.open(path, os.O_RDONLY)
@@ -49,7 +49,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
+        if error.errno not in NO_LOCKS_ERRNOS:
             raise
     finally:
         os.close(descriptor)
@@ -57,7 +57,7 @@ def is_locked(path: Path) -> bool:
 
 
 class DeviceLock:
-    """One side's handle on a GPU that trainer and engines share: exclusive for the trainer, shared between engines.
+    """One side's lock on a GPU that trainer and engines share: exclusive for the trainer, shared between engines.
 
     | file | held by |
     |---|---|
@@ -103,7 +103,7 @@ class DeviceLock:
     # Trainer side
 
     def request_memory(self, num_bytes: int | None) -> None:
-        """Publish how many bytes the trainer needs beyond what it holds, None for all; call before acquiring."""
+        """Publish the bytes that the trainer needs beyond what it holds, None for all; call before acquiring."""
         self._wanted.write(ALL_MEMORY if num_bytes is None else str(num_bytes))
 
     @property
@@ -124,7 +124,7 @@ class DeviceLock:
 
     @property
     def requested_memory(self) -> int | None:
-        """Bytes that the trainer requested; None for all."""
+        """Bytes that the trainer requested; None for all memory."""
         content = self._wanted.read()
         return int(content) if content.isdecimal() else None
 

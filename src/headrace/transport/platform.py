@@ -25,7 +25,7 @@ class Platform(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
     def differences(self, other: Platform) -> list[str]:
-        """Return what differs as `name: own, here other`."""
+        """Return a text `NAME: OWN, here OTHER` for each field that differs."""
         own, others = self._facts(), other._facts()
         return [f"{name}: {own[name]}, here {others.get(name)}" for name in own if own[name] != others.get(name)]
 

@@ -40,22 +40,22 @@ STREAMED_ROLLOUTS = 4
 def write_rollouts(
     directory: Path, step: int, kept: Sequence[Rollout], dropped: Iterable[tuple[Rollout, str]]
 ) -> tuple[Path, list[Path]]:
-    """Write `step-N.parquet`; return it, and the files of dropped rollouts whose rows it has taken over."""
+    """Write `step-N.parquet`; return its path, and the files of dropped rollouts whose rows it includes."""
     path, parts = RolloutKind.TRAIN.path(directory, step), dropped_files(directory, step)
-    with _replacing(path) as writer:
-        _write(writer, step, [*((rollout, None) for rollout in kept), *dropped])
+    with _open_replacement(path) as writer:
+        _write_rows(writer, step, [*((rollout, None) for rollout in kept), *dropped])
         for part in parts:
-            for table in _tables_in(part):
+            for table in _read_tables(part):
                 writer.write_table(table)
     return path, parts
 
 
 def write_dropped(directory: Path, step: int, dropped: Sequence[tuple[Rollout, str]]) -> Path:
-    """Write rollouts that were dropped while `step` is collected to a file of their own; return it."""
+    """Write rollouts that were dropped while `step` is collected to a new file; return its path."""
     numbers = [int(path.stem.rpartition("-")[2]) for path in dropped_files(directory, step)]
     path = directory / f"dropped-{step:08d}-{max(numbers, default=0) + 1:06d}.parquet"
-    with _replacing(path) as writer:
-        _write(writer, step, dropped)
+    with _open_replacement(path) as writer:
+        _write_rows(writer, step, dropped)
     return path
 
 
@@ -64,7 +64,7 @@ def dropped_files(directory: Path, step: int | None = None) -> list[Path]:
     return sorted(directory.glob("dropped-*.parquet" if step is None else f"dropped-{step:08d}-*.parquet"))
 
 
-def _write(writer: pq.ParquetWriter, step: int, rows: Sequence[tuple[Rollout, str | None]]) -> None:
+def _write_rows(writer: pq.ParquetWriter, step: int, rows: Sequence[tuple[Rollout, str | None]]) -> None:
     for start in range(0, len(rows), ROW_GROUP_ROLLOUTS):
         writer.write_table(table_of(step, rows[start : start + ROW_GROUP_ROLLOUTS]))
 
@@ -78,11 +78,11 @@ def write_eval_rollouts(path: Path, step: int, rollouts: Sequence[Rollout], *, a
     rollouts = sorted(rollouts, key=lambda rollout: (rollout.task_key, rollout.episode))  # episodes end in any order
     identity = ("env", "task_key", "episode") if add else ("env",)
     replaced = {tuple(getattr(rollout, name) for name in identity) for rollout in rollouts}
-    with _replacing(path) as writer:
-        for table in _tables_in(path):
+    with _open_replacement(path) as writer:
+        for table in _read_tables(path):
             rows = zip(*(table[name].to_pylist() for name in identity), strict=True)
             writer.write_table(table.filter(number_array([row not in replaced for row in rows], pa.bool_())))
-        _write(writer, step, [(_with_samples(rollout), None) for rollout in rollouts])
+        _write_rows(writer, step, [(_with_samples(rollout), None) for rollout in rollouts])
 
 
 def _with_samples(rollout: Rollout) -> Rollout:
@@ -93,7 +93,7 @@ def _with_samples(rollout: Rollout) -> Rollout:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
+def _open_replacement(path: Path) -> Iterator[pq.ParquetWriter]:
     """Open a writer whose file replaces `path` once it is complete, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.stem.partition("-")[0]
@@ -101,8 +101,8 @@ def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
         for leftover in path.parent.glob(pattern):
             leftover.unlink()
     draft = draft_of(path)
-    # No dictionaries: logprobs have as many values as tokens, and zstd alone is faster and smaller.
-    # Bytes of equal significance side by side: latents, which are float16, take no more than that as float64.
+    # No dictionaries: nearly every logprob is distinct, and zstd alone is faster and smaller.
+    # Byte stream split: latents are float16, and as float64 take no more space with it.
     split = {OTHER_VALUES: "BYTE_STREAM_SPLIT"}
     with pq.ParquetWriter(draft, SCHEMA, compression="zstd", use_dictionary=False, column_encoding=split) as writer:
         yield writer
@@ -113,8 +113,8 @@ def _replacing(path: Path) -> Iterator[pq.ParquetWriter]:
     sync(path.parent)
 
 
-def _tables_in(path: Path) -> Iterator[pa.Table]:
-    """Yield the row groups of a file; nothing if it does not exist, is damaged or is of another version."""
+def _read_tables(path: Path) -> Iterator[pa.Table]:
+    """Yield the row groups of a file; nothing if it is missing, damaged or of another version of Headrace."""
     if not path.exists():
         return
     try:
@@ -149,28 +149,28 @@ class RolloutFiles:
 
     def read(self, step: int) -> list[SavedRollout]:
         path = self._kind.path(self.directory, step)
-        table = _read(path)
+        table = _read_table(path)
         if table.schema != SCHEMA:
-            raise _other_version(path)
+            raise _other_version_error(path)
         return rollouts_of(table)
 
     def stream(
-        self, step: int, rows: Collection[int] | None = None, at_once: int = STREAMED_ROLLOUTS
+        self, step: int, rows: Collection[int] | None = None, chunk_size: int = STREAMED_ROLLOUTS
     ) -> Iterator[tuple[int, SavedRollout]]:
-        """Yield the rollouts of some rows, or of all, with their row: `at_once` are in memory at a time.
+        """Yield row number and rollout for some rows, or for all; `chunk_size` rollouts are in memory at a time.
 
         The digest of the file is not checked, which would read all of it.
         """
         path, start = self._kind.path(self.directory, step), 0
         with _reporting_unreadable(path), pq.ParquetFile(path) as file:
             if file.schema_arrow != SCHEMA:
-                raise _other_version(path)
+                raise _other_version_error(path)
             for number in range(file.num_row_groups):
                 end = start + file.metadata.row_group(number).num_rows
                 if rows is not None and not any(start <= row < end for row in rows):
                     start = end
                     continue
-                for batch in file.iter_batches(at_once, row_groups=[number], use_threads=False):
+                for batch in file.iter_batches(chunk_size, row_groups=[number], use_threads=False):
                     chosen = [row for row in range(start, start + len(batch)) if rows is None or row in rows]
                     # `take` of a list would import pandas, which takes a third of a second.
                     parts = [batch] if len(chosen) == len(batch) else [batch.slice(row - start, 1) for row in chosen]
@@ -185,18 +185,18 @@ class RolloutFiles:
 
 def read_columns(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """Read some columns of a file; columns that it lacks are left out."""
-    rows: list[dict[str, Any]] = _read(path, names).to_pylist()
+    rows: list[dict[str, Any]] = _read_table(path, names).to_pylist()
     return rows
 
 
-def _read(path: Path, names: Sequence[str] | None = None) -> pa.Table:
+def _read_table(path: Path, names: Sequence[str] | None = None) -> pa.Table:
     with _reporting_unreadable(path):
         _refuse_damage(path)
         with pq.ParquetFile(path) as file:
             return file.read(columns=None if names is None else list(names))
 
 
-def _other_version(path: Path) -> BadInput:
+def _other_version_error(path: Path) -> BadInput:
     return BadInput("has the columns of another version of Headrace", file=path, fix="Read it with that one.")
 
 

@@ -1,7 +1,7 @@
 """Checks of all files of a run directory against their digests, for `headrace verify`.
 
-What is damaged is returned with what recovers. Left out on purpose: whether the contents agree with each other, which
-`headrace audit` checks.
+Each damage is returned with a way to recover from it. Left out on purpose: whether the contents agree with each other,
+which `headrace audit` checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.transport.epochs import EPOCHS
 from headrace.transport.files import MARKER, check_regular
 from headrace.transport.journal import Journal
 from headrace.transport.journal_entries import FileRecord
-from headrace.transport.journal_files import journals, log_of
+from headrace.transport.journal_files import journals, wal_path
 from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import ACKNOWLEDGED, checksum, read_marker
 
@@ -29,7 +29,7 @@ Check = Path | DamagedFile
 
 
 class Damage(NamedTuple):
-    """A damaged or missing file, and what recovers."""
+    """A damaged or missing file, and how to recover from it."""
 
     problem: str
     recovery: str
@@ -48,7 +48,7 @@ class Verification(NamedTuple):
 def verify(run: RunDir, check_config: Callable[[Path], bool]) -> Verification:
     """Read all files of a run. `check_config` returns whether the configuration has a digest, or raises `BadInput`."""
     damages, whole, damaged = [], set(), set()
-    for check, recovery in _checks(run, check_config):
+    for check, recovery in _check_all(run, check_config):
         if isinstance(check, BadInput):
             damages.append(Damage(str(check), recovery))
             damaged.add(Path(str(check.file)))
@@ -58,16 +58,16 @@ def verify(run: RunDir, check_config: Callable[[Path], bool]) -> Verification:
     return Verification(damages, whole, [path.relative_to(run.root) for path in files])
 
 
-def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple[Path | BadInput | None, str]]:
-    """Yield what was checked, None for a file without a digest, and what recovers if it is damaged."""
+def _check_all(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple[Path | BadInput | None, str]]:
+    """Yield the path or damage of each file, None for a file without a digest, and how to recover if it is damaged."""
     recorded: dict[str, FileRecord] = {}
     if run.journal.is_file():
-        journal, recorded = _read_journal(run.journal, run)
+        journal, recorded = _check_journal(run.journal, run)
         yield journal, ""
-        if journal == run.journal:  # which reads these files, too
+        if journal == run.journal:  # the check of the journal reads these files, too
             yield from ((run.journal.with_name(f"{run.journal.name}{end}"), "") for end in ("-wal", "-shm"))
         for path in list(journals(run.root).values())[:-1]:
-            yield _read_journal(path)[0], "It is a copy from before the last start: the run does not need it."
+            yield _check_journal(path)[0], "It is a copy from before the last start: the run does not need it."
     if run.config.is_file():
         try:
             yield run.config if check_config(run.config) else None, ""
@@ -83,7 +83,7 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
     for path in (*sealed, *sorted((run.root / EPOCHS).glob("*/*.json"))):
         if path.is_file():
             yield check_sealed(path), "Start the run with its run file and --resume: it is written again."
-    yield from _batches(run, recorded)
+    yield from _check_batches(run, recorded)
     lost = "The run continues without it; its rollouts are lost."
     yield from ((check_parquet(path), lost) for path in sorted(run.rollouts.glob("*.parquet")))
     for name, record in recorded.items():
@@ -92,10 +92,10 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
             yield check_file(path, record.digest), lost
     for step in run.tokens.steps():
         yield from ((check, "The run continues without it.") for check in check_directory(run.tokens.path(step)))
-    yield from _checkpoints(run)
+    yield from _check_checkpoints(run)
     for version in run.weights.published():
         again = "The trainer publishes its weights again with --resume."
-        yield from ((check, again) for check in _weights(run.weights.path(version)))
+        yield from ((check, again) for check in _check_weights(run.weights.path(version)))
     lost = "It cannot be computed again: start a new run."
     yield from ((check, lost) for check in check_directory(run.reference))
     for directory in (run.final_model, run.final_adapter):
@@ -104,19 +104,19 @@ def _checks(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tuple
 
 
 def lost_commits(run: RunDir, last: int, newest: int) -> BadInput:
-    """Return the error of a journal that ends at step `last`, where there is a batch or checkpoint of step `newest`."""
+    """Return the error for a journal that ends at step `last` although a batch or checkpoint of `newest` exists."""
     what = path if (path := run.batches.path(newest)).exists() else f"a checkpoint of step {newest}"
     older = f", or continue from a checkpoint of step {last} or before with --resume STEP" if last else ""
     return BadInput(
         f"the journal ends at step {last}, but there is {what}. The commits between them are lost: "
-        f"{log_of(run.journal)} was deleted or damaged, or the journal is an older copy",
+        f"{wal_path(run.journal)} was deleted or damaged, or the journal is an older copy",
         file=run.journal,
         fix=f"Restore a newer copy of both files{older}. `headrace export` exports the newest checkpoint.",
     )
 
 
-def _read_journal(path: Path, run: RunDir | None = None) -> tuple[Path | BadInput | None, dict[str, FileRecord]]:
-    """Read a journal, that of `run` if it is the newest one; return it or its damage, and the files that it records."""
+def _check_journal(path: Path, run: RunDir | None = None) -> tuple[Path | BadInput | None, dict[str, FileRecord]]:
+    """Return the path of a journal or its damage, and the files that it records; `run`: if it is the newest one."""
     newest = run.newest_step() if run is not None else 0  # before the journal: a run may go on
     try:
         with closing(Journal(path, read_only=True)) as journal:
@@ -128,14 +128,14 @@ def _read_journal(path: Path, run: RunDir | None = None) -> tuple[Path | BadInpu
         return error, {}
 
 
-def _batches(run: RunDir, recorded: dict[str, FileRecord]) -> Iterator[tuple[Check, str]]:
+def _check_batches(run: RunDir, recorded: dict[str, FileRecord]) -> Iterator[tuple[Check, str]]:
     covered = run.latest_checkpoint_step()
     again = "With --resume its prompts are sampled again, and those of the steps after it."
     for step in run.batches.steps():
         path = run.batches.path(step)
         record = recorded.get(f"{path.parent.name}/{path.name}")
         recovery = again if step > covered else "A checkpoint covers it: the next --resume deletes it."
-        yield _batch(path) if record is None else check_file(path, record.digest), recovery
+        yield _check_batch(path) if record is None else check_file(path, record.digest), recovery
     for name in recorded:
         path = run.root / name
         if path.parent != run.batches.directory:
@@ -144,10 +144,10 @@ def _batches(run: RunDir, recorded: dict[str, FileRecord]) -> Iterator[tuple[Che
         if step > covered and not run.batches.is_committed(step):
             yield DamagedFile("missing", file=path), again
     for version in run.probes.versions():
-        yield _batch(run.probes.path(version)), "The run continues without it."
+        yield _check_batch(run.probes.path(version)), "The run continues without it."
 
 
-def _batch(path: Path) -> Check:
+def _check_batch(path: Path) -> Check:
     try:
         check_regular(path)
         read_batch(path)
@@ -156,7 +156,7 @@ def _batch(path: Path) -> Check:
     return path
 
 
-def _checkpoints(run: RunDir) -> Iterator[tuple[Check, str]]:
+def _check_checkpoints(run: RunDir) -> Iterator[tuple[Check, str]]:
     steps = sorted(path.parent.name for path in run.checkpoints.glob(f"step-*/{MARKER}"))
     for marker in sorted(run.checkpoints.rglob(f"step-*/{MARKER}")):
         checkpoint = marker.parent
@@ -171,7 +171,7 @@ def _checkpoints(run: RunDir) -> Iterator[tuple[Check, str]]:
             yield check, recovery
 
 
-def _weights(directory: Path) -> Iterator[Check]:
+def _check_weights(directory: Path) -> Iterator[Check]:
     path = directory / MARKER
     try:
         marker = read_marker(directory)

@@ -24,7 +24,7 @@ from headrace.errors import Failure
 from headrace.rollout.digest import seal
 from headrace.rollout.schema import SCHEMA, decode_versioned
 from headrace.rollout.version import Version
-from headrace.transport.announcements import announce, names
+from headrace.transport.announcements import announce, list_names
 from headrace.transport.digests import write_digests
 from headrace.transport.files import MARKER, draft_of, require_regular, write_atomically, write_directory
 from headrace.transport.weights_link import MANIFEST
@@ -39,7 +39,7 @@ WEIGHTS = ("*.safetensors", MANIFEST, "adapter_config.json", GATES_FILE)
 """Files that the checksum covers: tensors, or the manifest in their place, the config of an adapter, and gates."""
 READER_THREADS = 8
 FIRST_WARNING_S = 60.0
-"""Seconds without an acknowledgement until the first warning."""
+"""Time without an acknowledgement until the first warning."""
 POLL_INTERVAL_S = 1.0
 
 
@@ -78,7 +78,7 @@ class WeightStore:
         return draft_of(self.path(version))
 
     def publish(self, version: Version, write: Callable[[Path], None], *, durable: bool = False) -> WeightsMarker:
-        """Call `write` on a directory, then publish it atomically as `version`; `durable`: on disk at the return."""
+        """Call `write` on a directory, then publish it atomically as `version`; `durable`: fsync it before."""
 
         def fill(draft: Path) -> None:
             write(draft)
@@ -86,8 +86,8 @@ class WeightStore:
             marker = WeightsMarker(version.incarnation, version.step, checksum(draft))
             (draft / MARKER).write_bytes(seal(marker))
 
-        # Most need not be durable: after a power loss the trainer publishes its checkpoint's version again, and an
-        # engine refuses files that do not match the marker's checksum.
+        # Most versions need not be durable: after a power loss the trainer publishes its checkpoint's version again,
+        # and an engine refuses files that do not match the marker's checksum.
         write_directory(self.path(version), fill, durable=durable)
         announce(self.path(version))
         return read_marker(self.path(version))
@@ -96,7 +96,7 @@ class WeightStore:
         """Return complete versions, oldest first."""
         return sorted(
             Version.parse(name.removeprefix("v-"))
-            for name in fnmatch.filter(names(self.directory), "v-*-*")
+            for name in fnmatch.filter(list_names(self.directory), "v-*-*")
             if (self.directory / name / MARKER).exists()
         )
 
@@ -104,7 +104,7 @@ class WeightStore:
         return max(self.published(), default=None)
 
     def delete_after(self, step: int) -> None:
-        """Delete versions after `step`, which a trainer that starts from there publishes again.
+        """Delete versions after `step`, which a trainer that starts from `step` publishes again.
 
         Otherwise engines could sample from them until the trainer is up, and then from its older version.
         """
@@ -116,7 +116,7 @@ class WeightStore:
         (self.path(version) / MARKER).unlink()  # first, so that a partly deleted version is incomplete
         shutil.rmtree(self.path(version))
 
-    def sweep(self) -> None:
+    def delete_incomplete(self) -> None:
         """Delete incomplete versions left by a trainer that was killed while publishing or deleting."""
         for path in (*self.directory.glob(".v-*"), *self.directory.glob("v-*")):
             if path.name.startswith(".") or not (path / MARKER).exists():
@@ -130,7 +130,7 @@ class WeightStore:
 
     def acknowledged(self) -> Version | None:
         path = self.directory / ACKNOWLEDGED
-        if path.name not in names(self.directory):
+        if path.name not in list_names(self.directory):
             return None
         acknowledgement = decode_versioned(path.read_bytes(), Acknowledgement, str(path))
         return Version(acknowledgement.incarnation, acknowledgement.step)

@@ -121,7 +121,7 @@ class MemoryReleased(msgspec.Struct):
 
 
 def is_linked(directory: Path) -> bool:
-    """Whether the tensors of a published directory must be fetched over the link."""
+    """Return whether the tensors of a published directory must be fetched over the link."""
     return (directory / MANIFEST).exists()
 
 
@@ -145,7 +145,7 @@ class Connection:
         self.send_bytes(memoryview(_LENGTH.pack(len(content)) + content), "a message")
 
     def receive(self, kind: type[T], what: str) -> T:
-        """Return the next message; raise LinkBroken after the timeout."""
+        """Return the next message; raise `LinkBroken` after the timeout. `what` names it in errors."""
         header = bytearray(_LENGTH.size)
         self.receive_bytes(memoryview(header), what)
         (length,) = _LENGTH.unpack(header)
@@ -204,7 +204,7 @@ class Connection:
             return False
 
     def check(self, what: str, since: float) -> None:
-        """Raise if the peer is gone or too slow while `what` is sent by another carrier than this connection."""
+        """Raise `LinkBroken` if the peer is gone or too slow while `what` is sent by another carrier."""
         if not self.is_open:
             raise self._closed(what)
         if time.monotonic() - since > self.timeout_s:
@@ -226,7 +226,7 @@ class Connection:
 def connect(
     host: str, port: int, peer: str, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False
 ) -> Connection:
-    """Connect to a listening trainer; another thread may cancel it by `is_cancelled`."""
+    """Connect to a listening trainer; `is_cancelled` is called between attempts, so that another thread can stop it."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -38,7 +38,7 @@ def test_a_run_is_continued_and_evaluated_where_it_was_pulled_to(
     done(headrace("rl", elsewhere.config, "--resume", *longer))
     steps = [r["step"] for r in read_metrics(elsewhere.metrics) if r["process"] == "trainer" and "loss" in r]
     assert steps == [1, 2, 3, 4]
-    states = Journal(elsewhere.journal).states()
+    states = Journal(elsewhere.journal).count_states()
     assert states.get("drawn", 0) == 0 and states["trained"] > 0
 
     letters = ["--env", "tests.end_to_end.environments:Letters", "--num-examples", "3", "--max-tokens", "4"]

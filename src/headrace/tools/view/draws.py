@@ -40,7 +40,7 @@ def list_draws(run: ViewedRun, offset: int, limit: int, filters: dict[str, str])
             f"JOIN draws d ON d.id = s.id{chosen} ORDER BY s.id DESC LIMIT ? OFFSET ?",
             [*arguments, min(limit, MAX_LISTED), offset],
         )
-        counts = journal.states()
+        counts = journal.count_states()
         environments = list(journal.drawn_per_env())
     names = ("id", "env", "task_key", "position", "state", "step", "reason")
     columns: dict[str, list[Any]] = {name: [row[place] for row in rows] for place, name in enumerate(names)}
@@ -70,7 +70,7 @@ def describe_draw(run: ViewedRun, draw: int) -> dict[str, Any]:
         row = dict(zip(names, matches[0], strict=True))
         row["state"] = journal.rows("SELECT state FROM draw_states WHERE id = ?", [draw])[0][0]
         drops = dict(journal.rows("SELECT reason, rollouts FROM drops WHERE draw = ?", [draw]))
-        covered = journal.covered()
+        covered = journal.covered_step()
         same = journal.rows(
             "SELECT s.id, s.state, s.step, d.rewards FROM draw_states s JOIN draws d ON d.id = s.id "
             "WHERE s.env = ? AND s.task_key = ? AND s.id != ? ORDER BY s.id LIMIT 200",
