@@ -64,7 +64,7 @@ def _check_files(run: RunDir, journal: Journal) -> Iterator[str]:
     for step in run.batches.steps():
         try:
             draws = set(run.batches.read(step).draw_ids)
-        except FileNotFoundError:  # a checkpoint covers it by now
+        except FileNotFoundError:  # deleted meanwhile, since a checkpoint covers it
             continue
         except Failure as error:
             yield str(error)

@@ -6,8 +6,8 @@ It shrinks by a fraction of itself when the queue gets as long as the capacity, 
 when requests are preempted. Otherwise it stays. When engines come or go, it changes in proportion to the capacity.
 
 With n episodes in flight and b in a batch, an episode lasts n / b steps on average, and a long one several times that.
-Engines with many slots for small batches thus make the longest rollouts too old: they are dropped, and the rest is
-shorter than what the policy samples. So the limit also follows the share of rollouts that are dropped for their age.
+So with many slots and small batches the longest rollouts get too old. They are dropped, and the remaining ones are
+shorter than what the policy samples. Therefore the limit also follows the share of rollouts dropped for their age.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 INITIAL_QUEUE = 0.5
 """Initial number of episodes beyond the engines' capacity, as a fraction of it."""
 MAX_CAPACITIES = 16
-"""Upper bound of the limit, in multiples of the capacity: beyond, an environment's tools are the bottleneck."""
+"""Upper bound of the limit, in multiples of the capacity: above it, an environment's tools are the bottleneck."""
 GROWTH = 0.05
 """Growth of the limit per report, as a fraction of the capacity."""
 SHRINKAGE = 0.1
@@ -70,7 +70,7 @@ class Concurrency:
         """Requests that the engines of the last report run at once, including engines that wait for the trainer."""
 
     def update(self, engines: Mapping[str, Health], in_flight: int) -> int:
-        """Return the limit after health reports by address, with `in_flight` episodes at the moment."""
+        """Adjust the limit to health reports by address, with `in_flight` episodes now; return it."""
         before, self._preemptions = self._preemptions, {url: health.preemptions for url, health in engines.items()}
         # The count of an engine that is new or was restarted begins with this report.
         preempted = sum(max(0, count - before.get(url, count)) for url, count in self._preemptions.items())
@@ -109,9 +109,9 @@ class Concurrency:
         return self.limit
 
     def record_batch(self, trained: int, outdated: int, in_flight: int) -> int:
-        """Return the limit after a batch of `trained` rollouts, since the last of which `outdated` were too old.
+        """Adjust the limit to a batch of `trained` rollouts, and `outdated` ones since the last batch; return it.
 
-        A change shows when the rollouts that began before it are trained or dropped, so every bound is kept that long.
+        A change has an effect once the rollouts that began before it are trained or dropped: a bound is kept so long.
         """
         self._batches += 1
         self._trained += trained

@@ -135,7 +135,7 @@ class Conversation:
         self._source, self._session, self._episode = source, session, episode
         self._requests: Counter[bytes] = Counter()
         self._replies: dict[bytes, list[tuple[Message, Turn]]] = {}
-        """By the hash of the conversation up to the reply at that time: an environment may change its messages."""
+        """Replies by the hash of the conversation that ends with them. An environment may change its messages later."""
 
     async def chat(
         self,

@@ -38,7 +38,7 @@ MAX_LOADS = 3
 
 
 class PolicyReference:
-    """The live policy as a reference model: scores with the weights that its engines have at the moment."""
+    """The live policy as a reference model: scores with the current weights of its engines."""
 
     name = "the policy"
 
@@ -137,7 +137,7 @@ class PastPolicy(PolicyReference):
             if any(Version.parse(health.version).step != step for health in await self._client.health()):
                 version = await asyncio.to_thread(self._weights.of_step, step)
                 if version is None:
-                    fact = f"the weights after step {step}, which score this batch, are no longer there"
+                    fact = f"the weights after step {step}, which score this batch, were deleted"
                     fix = "Restore them, or continue from an earlier checkpoint with --resume STEP."
                     raise BadInput(fact, file=self._weights.directory, fix=fix)
                 await self._client.update_weights(self._weights.path(version), version)

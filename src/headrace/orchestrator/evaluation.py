@@ -80,7 +80,7 @@ class EvalTracker:
 
     def __init__(self) -> None:
         self._batch_of: dict[str, EvalBatch] = {}
-        """By the id of a group that is not complete."""
+        """Evaluations by the id of each of their groups that is not complete."""
         self.open_evals = 0
         """Evaluations that are not reported."""
         self._opened = 0

@@ -195,10 +195,7 @@ def _check_response(response: ChatResponse) -> ChatResponse:
             f"the teacher's server ended its reply with finish_reason {response.finish_reason!r}, which is not one of "
             f"{', '.join(FINISH_REASONS)}: the reply may be incomplete",
         )
-    if (
-        response.finish_reason != "length"
-        and not content_text(response.message.get("content")).strip()
-        and not response.message.get("tool_calls")
-    ):
+    is_empty = not content_text(response.message.get("content")).strip() and not response.message.get("tool_calls")
+    if is_empty and response.finish_reason != "length":
         raise EpisodeError(TEACHER, "the teacher ended its reply without a text or a tool call")
     return response

@@ -128,7 +128,7 @@ class EvalBatch(msgspec.Struct, eq=False):
     opened_at: float = 0.0
     """Time on the pipeline's clock."""
     pinned: bool = False
-    """Whether it must be sampled from one version."""
+    """Whether all of it must be sampled from one version."""
     missing: int = 0
     """Groups that are not complete yet."""
     groups: list[ScoredGroup] = msgspec.field(default_factory=list)
@@ -203,20 +203,20 @@ Event = Arrival | GroupDone | BatchDone | Shipped | Published | Loaded | Reporte
 
 
 class RunEpisode(msgspec.Struct):
-    """Results in an `Arrival`."""
+    """Start an episode. Results in an `Arrival`."""
 
     episode: Episode
 
 
 class CancelEpisode(msgspec.Struct):
-    """Its `Arrival` has an error with this reason, unless it had already ended."""
+    """Cancel an episode. Its `Arrival` has an error with this reason, unless it had already ended."""
 
     episode: Episode
     reason: str
 
 
 class ProcessGroup(msgspec.Struct):
-    """Results in a `GroupDone`."""
+    """Score, credit and filter a complete group. Results in a `GroupDone`."""
 
     kind: Kind
     group: Group
@@ -224,7 +224,7 @@ class ProcessGroup(msgspec.Struct):
 
 
 class ProcessBatch(msgspec.Struct):
-    """Results in a `BatchDone` with the batch filled in."""
+    """Filter and score a training batch, or compute the metrics of an evaluation. Results in a `BatchDone`."""
 
     batch: TrainBatch | EvalBatch
 

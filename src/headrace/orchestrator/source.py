@@ -33,7 +33,7 @@ class TrainTasks(msgspec.Struct):
     tasks: Sequence[Task]
     weight: float
     sampler: TaskSampler | None = None
-    """None: `Shuffled`."""
+    """Chooses the tasks; None for `Shuffled`."""
 
     def make_sampler(self, seed: int) -> CheckedSampler:
         env_seed = f"{seed}-{self.env}"

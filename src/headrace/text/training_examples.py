@@ -2,8 +2,8 @@
 
 The loss covers what the model itself would sample: an assistant's text and its stop token, but not the header that
 opens its turn. Preference pairs, for DPO, are in the conventional format: `prompt`, `chosen` and `rejected`, each a
-text or messages. Without `prompt`, or if both completions repeat it, the prompt is what the two conversations begin
-with alike. Rows in other formats (`from` and `value`) and images are not supported.
+text or messages. Without `prompt`, or if both completions repeat it, the prompt is the common beginning of the two
+conversations. Rows in other formats (`from` and `value`) and images are not supported.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Text of a message, a data row, a tool result or a hint that spells a marker reaches the model as characters. The markers
 are special tokens, and all tokens that the renderer puts around the words of test conversations. Tags of reasoning and
-tool calls remain tokens, since instructions name them; only in tool results they are characters, too.
+tool calls remain tokens, since instructions name them; only in tool results are they encoded as characters.
 
 Before a message is rendered, each marker in it is broken: `BREAK` follows its first character. The tokenizer encodes
 what is on both sides of a break separately. Text without markers is passed on as it is. Left out: formats that mark

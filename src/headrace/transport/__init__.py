@@ -13,7 +13,7 @@
     probes/v-INC-STEP.safetensors sequences with trainer logprobs, to measure drift       transport/batches.py
     endpoints/NAME.NONCE.json     addresses and keys of inference servers                 transport/endpoint.py
     driver.json                   address and key of the run's driver, while it runs      launch/driver.py
-    .canary-NONCE/                proof that the hosts share the directory, likewise      transport/shared_directory.py
+    .canary-NONCE/                test that all hosts share the directory, while it runs  transport/shared_directory.py
     rollouts/step-N.parquet       rollouts of a step, also eval-step-N.parquet            transport/rollout_files.py
     tokens/step-N/                token tables of selected steps                          transport/run_dir.py
     checkpoints/step-N/           trainer checkpoints                                     trainer/checkpoint.py

@@ -162,12 +162,8 @@ def _group_by_layer(tensors: Mapping[str, Tensor], r: int, path: Path) -> dict[s
             raise AdapterError(f"has only lora_{next(iter(pair))}", file=path, key=layer)
         a, b = pair["A"], pair["B"]
         is_stacked = layer.removesuffix(".base_layer").endswith("experts")
-        if (
-            a.ndim != 2
-            or b.ndim != 2
-            or a.shape[0] != b.shape[1]
-            or (a.shape[0] % r if is_stacked else a.shape[0] != r)
-        ):
+        is_pair = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1]
+        if not (is_pair and (a.shape[0] % r == 0 if is_stacked else a.shape[0] == r)):
             shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
             raise AdapterError(f"{shapes} do not match rank {r}", file=path, key=layer)
     return {layer: Matrices(pair["A"], pair["B"]) for layer, pair in by_layer.items()}

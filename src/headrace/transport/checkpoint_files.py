@@ -83,7 +83,7 @@ def check_files(checkpoint: Path, marker: CheckpointMarker) -> None:
 
 
 def check_checkpoint(checkpoint: Path) -> Iterator[Path | DamagedFile]:
-    """Yield each file of a checkpoint that has a digest, or what is wrong with it; reads all of them."""
+    """Yield each file of a checkpoint that has a digest, or its damage; reads all of them."""
     try:
         marker = read_marker(checkpoint)
     except DamagedFile as error:

@@ -43,7 +43,7 @@ def write_digests(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> Iterator[Path | DamagedFile]:
-    """Yield each file with a digest, or what is wrong with it; nothing for a directory without digests."""
+    """Yield each file with a digest, or its damage; nothing for a directory without digests."""
     path = directory / DIGESTS
     if not path.is_file():
         return
@@ -54,13 +54,12 @@ def check_directory(directory: Path) -> Iterator[Path | DamagedFile]:
         return
     yield path
     for name, digest in digests.items():
-        if name == DIGESTS:
-            continue  # earlier versions recorded the file that was copied from another directory
-        yield check_file(directory / name, digest)
+        if name != DIGESTS:  # earlier versions recorded the one that was copied from another directory
+            yield check_file(directory / name, digest)
 
 
 def check_file(path: Path, digest: str) -> Path | DamagedFile:
-    """Return the path of a file with this digest, or what is wrong with it."""
+    """Return the path of a file if it has this digest, else its damage."""
     try:
         whole = file_digest(path) == digest
     except DamagedFile as damage:
@@ -71,7 +70,7 @@ def check_file(path: Path, digest: str) -> Path | DamagedFile:
 
 
 def check_sealed(path: Path) -> Path | DamagedFile | None:
-    """Return the path of a whole JSON document, what is wrong with it, or None if it has no digest."""
+    """Return the path of an intact JSON document, else its damage; None if it has no digest."""
     content = path.read_bytes()
     whole = is_whole(content)
     if whole is None:
@@ -84,7 +83,7 @@ def check_sealed(path: Path) -> Path | DamagedFile | None:
 
 
 def seal_parquet(path: Path) -> None:
-    """Write the digest of a complete Parquet file into its footer, in the place of `NO_DIGEST`."""
+    """Replace `NO_DIGEST` in the footer of a complete Parquet file by the digest of the file."""
     content = path.read_bytes()
     start = content.rindex(_BEFORE_DIGEST + NO_DIGEST) + len(_BEFORE_DIGEST)
     with open(path, "r+b") as file:
@@ -92,7 +91,7 @@ def seal_parquet(path: Path) -> None:
 
 
 def check_parquet(path: Path) -> Path | DamagedFile | None:
-    """Return the path of a whole Parquet file, what is wrong with it, or None if it has no digest."""
+    """Return the path of an intact Parquet file, else its damage; None if it has no digest."""
     check_regular(path)
     content = path.read_bytes()
     before, key, after = content.rpartition(_BEFORE_DIGEST)

@@ -12,7 +12,7 @@ not change the run, and a check before each write would leave a gap between chec
 The holder checks every second whether a newer epoch exists, and exits if so. Left out on purpose: metrics and status
 files, which an older process may still write until then; no process depends on them.
 
-A lease tells whether the holder of an epoch still lives, without comparing clocks of hosts. The holder rewrites its
+A lease shows whether the holder of an epoch is alive, without comparing clocks of hosts. The holder rewrites its
 lease every second with a higher counter, and an observer measures on its own monotonic clock how long the counter has
 not changed. A holder of the same boot and pid namespace is looked up by its process id instead: a restart on one host
 does not wait. A lease prevents accidents, such as two launchers; only the epoch stops a process that was paused.
@@ -88,11 +88,11 @@ class Verdict(Enum):
     FREE = "free"
     HELD = "held"
     UNKNOWN = "unknown"
-    """It was not renewed since the first look, and has not expired: look again."""
+    """It was not renewed since it was first read, and has not expired: read it again."""
 
 
 class Observer:
-    """Decides whether a lease is held, from what was read at times of the observer's own clock."""
+    """Decides whether a lease is held, from its contents at several times of the observer's own clock."""
 
     def __init__(self, is_gone: Callable[[Holder], bool]) -> None:
         self._is_gone = is_gone

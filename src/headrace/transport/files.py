@@ -203,7 +203,7 @@ def sync(path: Path) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `DamagedFile` unless a path is a regular file: opening a FIFO or a device could block for ever."""
+    """Raise `DamagedFile` unless a path is a regular file: opening a FIFO or a device could block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise DamagedFile("not a regular file", file=path)
 

@@ -12,7 +12,7 @@ from headrace.rollout.types import Rollout
 GROUP_FAILED = "group_failed"
 """Drop reason of a successful rollout in a group that could not be scored because another one failed."""
 ON_POLICY = "on_policy"
-"""Drop reason of what is left over when a step ships, with `max_async_level = 0`."""
+"""Drop reason of groups that are left over when a step ships, with `max_async_level = 0`."""
 NOT_TRAINABLE = "not_trainable"
 """Drop reason of a draw without a trainable rollout; also in files for such rollouts, which do not count as dropped."""
 NO_FAILURE = frozenset({"off_policy", ON_POLICY, "max_steps", "task_gone", NOT_TRAINABLE, "cancelled"})
@@ -68,7 +68,7 @@ class DrawResult(msgspec.Struct):
     env: str
     task_key: str
     rewards: list[float]
-    """Of its credited rollouts; empty if none was credited."""
+    """Rewards of its credited rollouts; empty if none was credited."""
     failed: int = 0
     """Number of its episodes, if no rollout was credited because all of them failed."""
     error: str = ""

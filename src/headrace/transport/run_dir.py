@@ -126,7 +126,7 @@ class ExportHeader(msgspec.Struct):
 
     step: int
     incarnation: int
-    """Of the batch."""
+    """Incarnation of the batch."""
     counts: dict[str, int]
     """Member tokens of each loss component, by which its loss is divided."""
     gradient_sum: float | None

@@ -25,7 +25,7 @@ from headrace.transport.run_dir import RunDir
 from headrace.transport.weights import ACKNOWLEDGED, checksum, read_marker
 
 Check = Path | DamagedFile
-"""A file that is whole, or what is wrong with one."""
+"""The path of an intact file, or the damage of one."""
 
 
 class Damage(NamedTuple):
@@ -73,14 +73,8 @@ def _check_all(run: RunDir, check_config: Callable[[Path], bool]) -> Iterator[tu
             yield run.config if check_config(run.config) else None, ""
         except BadInput as error:
             yield error, ""
-    sealed = (
-        run.code_folders,
-        run.driver,
-        run.platform,
-        run.weights.directory / ACKNOWLEDGED,
-        *sorted(run.endpoints.glob("*.json")),
-    )
-    for path in (*sealed, *sorted((run.root / EPOCHS).glob("*/*.json"))):
+    sealed = (run.code_folders, run.driver, run.platform, run.weights.directory / ACKNOWLEDGED)
+    for path in (*sealed, *sorted(run.endpoints.glob("*.json")), *sorted((run.root / EPOCHS).glob("*/*.json"))):
         if path.is_file():
             yield check_sealed(path), "Start the run with its run file and --resume: it is written again."
     yield from _check_batches(run, recorded)
