@@ -252,6 +252,19 @@ CHECKED_FIRST = [
         key=f"{ENV}.args.rewards.brief",
     ),
     Wrong(
+        "a misspelt table of rewards of an environment",
+        f"rl rl.toml --{ENV}.id my_env:shout --{ENV}.args.reward.brief my_env.py:brief",
+        {"my_env.py": SHOUT},
+        key=f"{ENV}.args.reward",
+    ),
+    Wrong(
+        "a misspelt weight of a reward of an environment",
+        f"rl rl.toml --{ENV}.id my_env:shout --{ENV}.args.rewards.brief.name my_env:brief "
+        f"--{ENV}.args.rewards.brief.wieght 2",
+        {"my_env.py": SHOUT},
+        key=f"{ENV}.args.rewards.brief.wieght",
+    ),
+    Wrong(
         "a misspelt kwarg of a metric of an environment",
         f"rl rl.toml --{ENV}.id my_env:shout --{ENV}.args.metrics.brief.name my_env:brief "
         f"--{ENV}.args.metrics.brief.kwargs.wheight 2",

@@ -48,5 +48,5 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             if finding.fix:
                 print(f"  try: {finding.fix}")
         if not findings:
-            print("nothing is wrong")
+            print("no problem found")
     return int(any(finding.severity == "problem" for finding in findings))

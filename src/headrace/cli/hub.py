@@ -131,7 +131,7 @@ def _step(text: str) -> int:
 def configure_pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("repo", metavar="OWNER/NAME", help="the repository")
     parser.add_argument("target", metavar="DIR", type=Path, help="a new directory, or that of an earlier pull")
-    parser.add_argument("--dataset", action="store_true", help="the repository is one of a dataset")
+    parser.add_argument("--dataset", action="store_true", help="the repository is a dataset")
     _add_hub_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="overwrite local files that differ")
     parser.epilog = "Doing it again downloads only what has changed. See docs/how-to/hub.md."

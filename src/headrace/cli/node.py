@@ -59,7 +59,7 @@ TIMEOUT_S = 30.0
 def configure_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run directory, or its config.toml")
     parser.add_argument(
-        "--inference", metavar="N", type=positive, required=True, help="inference servers that the run shall have"
+        "--inference", metavar="N", type=positive, required=True, help="the new number of inference servers"
     )
 
 

@@ -38,15 +38,15 @@ HELP = f"""\
 Any key of [inference] can be set: --port N (default {PORT}, or any free port as a server of a run), --host,
 --max_running, --served_name, --engine vllm (which must be installed), --vllm.tensor_parallel_size N, ...
 
-What is served: /v1/models, /v1/chat/completions, /v1/responses, /v1/completions, /inference/v1/generate (token ids in
-and out), /tokenize, /health, /metrics.
+Routes: /v1/models, /v1/chat/completions, /v1/responses, /v1/completions, /inference/v1/generate (token ids in and out),
+/tokenize, /health, /metrics.
 
-Keys are read from the environment. HEADRACE_API_KEY: what clients must show; needed where others than this machine
-reach the address. HEADRACE_ADMIN_KEY: for requests that change what is served (weights, adapters); without one a server
-of no run takes no such calls. --http.keys_file FILE has them instead, and may change while the server runs.
+Keys are read from environment variables. HEADRACE_API_KEY: the clients' key, required if other machines can reach the
+address. HEADRACE_ADMIN_KEY: for requests that change what is served (weights, adapters); without it, a server outside a
+run refuses them. --http.keys_file FILE replaces both variables, and may change while the server runs.
 
-Of a run that is over, the newest weights are served. Of one that is not, this is one of its servers; --alone serves its
-newest weights as they are now, apart from it.
+If RUN has ended, its newest weights are served. If it has not, the server joins the run as one of its servers; with
+--alone it serves the current weights independently of the run.
 """
 
 

@@ -17,7 +17,7 @@ def configure_view(parser: argparse.ArgumentParser) -> None:
         help="a run, or a folder of runs [outputs]",
     )
     add("--port", type=int, default=0, help="the port to listen on [any free port]")
-    add("--host", default="127.0.0.1", help="the address to listen on; others than this machine can then open the URL")
+    add("--host", default="127.0.0.1", help="the address to listen on [127.0.0.1: this machine only]")
     add("--export", metavar="DIR", type=Path, help="write the page as files that open without a server")
     add("--no-browser", action="store_true", help="print the URL only")
 

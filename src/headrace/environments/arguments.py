@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -18,11 +19,16 @@ class BadArgument(BadInput):
 
 
 def bind_args(
-    function: Callable[..., Made], args: dict[str, Any], first: Sequence[Any] = (), within: str = ""
+    function: Callable[..., Made],
+    args: dict[str, Any],
+    first: Sequence[Any] = (),
+    within: str = "",
+    others: Sequence[str] = (),
 ) -> Callable[[], Made]:
     """Check that the function takes these positional and keyword arguments, and return it with them bound.
 
-    `within` is a prefix of argument names in errors, such as `task_args.`.
+    In errors, `within` is a prefix of argument names, such as `task_args.`, and `others` are further names that the
+    caller itself takes.
     """
     signature = inspect.signature(function)
     try:
@@ -30,10 +36,13 @@ def bind_args(
     except TypeError as error:
         parameters = list(signature.parameters.values())[len(first) :]
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        fix = f"Known arguments: {', '.join(p.name for p in named) or 'none'}."
+        known = [*(p.name for p in named), *others]
+        fix = f"Known arguments: {', '.join(known) or 'none'}."
         unknown = args.keys() - {p.name for p in named}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             wrong = min(unknown)
+            if close := difflib.get_close_matches(wrong, known, n=1):
+                fix = f"Did you mean {within}{close[0]}? {fix}"
             raise BadArgument("unknown argument", key=within + wrong, value=args[wrong], fix=fix) from error
         missing = [p.name for p in named if p.default is p.empty and p.name not in args]
         fact = "required, but not set" if missing else str(error)

@@ -83,7 +83,8 @@ def check_function_source(import_path: str, kwargs: dict[str, Any]) -> None:
     except ModuleNotFoundError:
         spec = None
     if spec is None:
-        raise BadInput(f"no module named {module!r}", value=import_path)
+        fix = f"Install it, or put {module.partition('.')[0]}.py in the working directory or beside the run file."
+        raise BadInput(f"no module named {module!r}", value=import_path, fix=fix)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return  # compiled, or a namespace package: only an import shows its names
     tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)

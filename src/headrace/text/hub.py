@@ -36,7 +36,8 @@ def model_directory(name: str, key: str = "model") -> Path:
         read_settings(path / "config.json")
         return path
     if not _may_be_on_hub(name):
-        raise ModelNotFound("no such directory, and not the name of a model on the hub", key=key, value=name)
+        fact = "no such directory, and not the name of a model on the hub"
+        raise ModelNotFound(fact, key=key, value=name, fix="Give an existing directory, or OWNER/NAME on the hub.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -44,7 +45,7 @@ def model_directory(name: str, key: str = "model") -> Path:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         fact = f"neither a local directory nor reachable on the hub: {type(error).__name__}: {error}"
-        fix = "Give the path of a directory that is there, or the name of a model on the hub."
+        fix = "Give an existing directory, or the name of a model on the hub."
         raise ModelNotFound(fact, key=key, value=name, fix=fix) from error
 
 

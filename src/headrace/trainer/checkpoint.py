@@ -87,7 +87,7 @@ class Checkpoints:
             else "streamed to disk while training waits"
         )
         left = max(0, free) / 1e9
-        log.info("checkpoints of %.1f GB are %s: %.1f GB of host memory is free", total / 1e9, how, left)
+        log.info("checkpoints of %.2f GB are %s: %.1f GB of host memory is free", total / 1e9, how, left)
         return size if self.copies_to_host else min(size, STREAM_BUCKETS * BUCKET_BYTES)
 
     def begin(self, tensors: dict[str, Tensor], write_files: Callable[[Path], None], state: TrainState) -> None:

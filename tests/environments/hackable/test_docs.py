@@ -47,7 +47,9 @@ def test_the_plugins_of_the_page_run_in_a_file_of_their_own(
 def test_every_plugin_that_ships_is_listed():
     rows = re.findall(r"^\| (?:data provider|reward|objective) \| .* \| (.*) \|$", DOCS, re.MULTILINE)
     listed = [set(re.findall(r"`(\w+)`", row)) for row in rows]
-    assert listed == [set(DATA_PROVIDERS.names), set(REWARDS.names), set(OBJECTIVES.names)]
+    registries = (DATA_PROVIDERS, REWARDS, OBJECTIVES)  # which may also have plugins of examples that other tests load
+    shipped = [{n for n in r.names if r.find(n).__module__.startswith("headrace.")} for r in registries]
+    assert listed == shipped
 
 
 def test_every_kwarg_of_the_objective_and_every_reason_is_explained():

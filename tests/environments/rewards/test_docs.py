@@ -120,7 +120,7 @@ async def test_a_reward_of_trl_sees_messages_where_the_prompts_are_messages(besi
         ({"exact": "exact_match"}, "rewards.exact"),
         ({"commas": "no_such_file.py:few_commas"}, "rewards.commas"),
         ({"commas": {"name": "few_commas.py:few_commas", "kwargs": {"wait": 1}}}, "rewards.commas.kwargs.wait"),
-        ({"commas": {"reward": "few_commas.py:few_commas"}}, "rewards.commas"),
+        ({"commas": {"reward": "few_commas.py:few_commas"}}, "rewards.commas.reward"),
         ({"upper": {"name": "trl.py:upper", "kwargs": {"word": "a column"}}}, "rewards.upper.kwargs.word"),
     ],
 )

@@ -18,6 +18,7 @@ checks.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
 import logging
@@ -320,12 +321,27 @@ def options_by_reward(names: Sequence[str], options: Mapping[str, Options]) -> d
     return matched
 
 
-class RewardTable(msgspec.Struct, forbid_unknown_fields=True):
+TABLE_KEYS = "The keys are name, a text; kwargs, a table; weight, a number."
+
+
+class RewardTable(msgspec.Struct):
     """A reward in a run file that needs more than its name."""
 
     name: str
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     weight: float = 1.0
+
+
+def _read_table(value: Mapping[str, Any], key: str) -> RewardTable:
+    for name, field in value.items():
+        if name not in RewardTable.__struct_fields__:
+            close = difflib.get_close_matches(str(name), RewardTable.__struct_fields__, n=1)
+            hint = f"Did you mean {close[0]}? " if close else ""
+            raise BadArgument("unknown key", key=f"{key}.{name}", value=field, fix=f"{hint}{TABLE_KEYS}")
+    try:
+        return msgspec.convert(value, RewardTable)
+    except msgspec.ValidationError as error:
+        raise BadArgument(str(error), key=key, value=value, fix=TABLE_KEYS) from error
 
 
 def resolve_reward(value: Any, key: str) -> AnyReward:
@@ -334,11 +350,9 @@ def resolve_reward(value: Any, key: str) -> AnyReward:
     `key` is where the value is set, for errors. A reward by name that has no name of its own gets the last part of it.
     """
     if isinstance(value, str | Mapping):
+        table = RewardTable(value) if isinstance(value, str) else _read_table(value, key)
         try:
-            table = RewardTable(value) if isinstance(value, str) else msgspec.convert(value, RewardTable)
             reward = build_reward(table.name, table.kwargs)
-        except msgspec.ValidationError as error:
-            raise BadArgument(str(error), key=key, value=value, fix="A table has name, kwargs and weight.") from error
         except BadInput as error:
             place = key if error.key in (None, "reward") else f"{key}.kwargs.{error.key}"
             raise BadArgument(error.fact, key=place, value=error.value, fix=error.fix) from error

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.config.algorithms import AlgorithmConfig
+from headrace.config.algorithms import ALGORITHMS, AlgorithmConfig
 from headrace.rollout.types import Rollout, Task
 from headrace.tools.check_algorithm.fixtures import (
     ANSWER,
@@ -181,7 +181,9 @@ async def worked_numbers(config: AlgorithmConfig, fixtures: Fixtures) -> Verdict
     """Compare the credit of a shipped algorithm with the numbers that were worked by hand."""
     worked = GOLDEN.get(config.type, ())
     if not worked:
-        return Verdict("does not apply", "only shipped algorithms have worked numbers")
+        shipped = config.type in ALGORITHMS.names and config.type != "custom"
+        missing = f"GOLDEN in tools/check_algorithm/golden.py has no {config.type}"
+        return Verdict("does not apply", missing if shipped else "only shipped algorithms have worked numbers")
     for golden in worked:
         try:
             problem = await _problem(config.type, golden, fixtures)

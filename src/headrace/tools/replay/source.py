@@ -97,7 +97,8 @@ def open_run(path: Path, step: int, overrides: Sequence[str] = ()) -> ReplaySour
     available = {*run.batches.steps(), *RolloutFiles(run.rollouts).steps()}
     if not 1 <= step <= max(available, default=0):
         fact = f"the run has batches of steps {min(available)} to {max(available)}" if available else "no step is saved"
-        raise BadInput(fact, key="STEP", value=step, file=run.root)
+        fix = "Give one of these steps." if available else None
+        raise BadInput(fact, key="STEP", value=step, file=run.root, fix=fix)
     before = {number: place for number, place in checkpoints(run.root).items() if number < step}
     first = max(before, default=0) + 1
     if missing := [number for number in range(first, step + 1) if number not in available]:
