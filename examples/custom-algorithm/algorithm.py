@@ -1,4 +1,4 @@
-"""Credit of one's own: leave-one-out instead of the group's mean, and a bonus for what the siblings did not say."""
+"""A custom algorithm and a custom term: a leave-one-out baseline, a bonus for answers that siblings did not give."""
 
 from collections.abc import Sequence
 
