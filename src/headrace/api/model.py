@@ -154,10 +154,7 @@ class Model:
     async def _complete(self, prompt: Prompt, fields: Mapping[str, Any]) -> list[Completion]:
         body = {"model": self._client.model, "prompt": await self._tokenize(prompt), **fields}
         choices = (await self._client.request("/completions", _Completions, body)).choices
-        return [
-            Completion(each.text, each.token_ids, np.array(each.logprobs.token_logprobs), each.finish_reason)
-            for each in choices
-        ]
+        return [Completion(c.text, c.token_ids, np.array(c.logprobs.token_logprobs), c.finish_reason) for c in choices]
 
 
 def sample(

@@ -55,8 +55,7 @@ class Concurrency:
 
     def __init__(self, capacity: int, least: int, max_age: int = 8) -> None:
         self.limit = max(least, initial_limit(capacity))
-        self._least = least
-        self._max_age = max_age
+        self._least, self._max_age = least, max_age
         self._age_limit = math.inf
         """Upper bound of the limit, so that episodes do not get too old."""
         self._batches = self._outdated = self._trained = 0

@@ -136,11 +136,11 @@ class Drift:
         return np.array(scores.logprobs)
 
     def _spawn(self, window: _Window, work: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.create_task(self._run(window, work))
+        task = asyncio.create_task(self._run_counting_failures(window, work))
         window.tasks.add(task)
         task.add_done_callback(window.tasks.discard)
 
-    async def _run(self, window: _Window, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_counting_failures(self, window: _Window, work: Callable[[], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await work()

@@ -93,12 +93,12 @@ class Sampler:
             self._observe(request.prompt.ids, completion, self._params.temperature)
         if structured is not None:
             text = self.prompter.parser.text(completion.token_ids)
-            return Reply(assistant_message(text), self._turn(request.prompt, completion), [], text)
+            return Reply(assistant_message(text), self._build_turn(request.prompt, completion), [], text)
         sequence = request.prompt.ids, completion.token_ids
         parse = partial(self.prompter.parser.parse, *sequence, request.tools, request.first_call)
         is_short = len(completion.token_ids) <= INLINE_TOKENS
         message, tool_calls, raw = parse() if is_short else await asyncio.to_thread(parse)
-        return Reply(message, self._turn(request.prompt, completion), tool_calls, raw)
+        return Reply(message, self._build_turn(request.prompt, completion), tool_calls, raw)
 
     def _allowed_structured_outputs(self, request: TurnRequest) -> StructuredOutputs | None:
         """Return the structured outputs of a request; None, with a warning, where the reply cannot follow them."""
@@ -112,7 +112,7 @@ class Sampler:
             log.warning("an environment sets structured outputs: ignored, since %s", reason)
         return None
 
-    def _turn(self, prompt: Prompt, completion: Completion) -> Turn:
+    def _build_turn(self, prompt: Prompt, completion: Completion) -> Turn:
         truncated = completion.truncated_logprobs
         return Turn(
             prompt.array,

@@ -207,7 +207,7 @@ class TeacherReplyRewriter:
                 if not (is_text_only and parsed.tool_calls):
                     message = assistant_message(parsed.content or "", calls, parsed.reasoning_content or "")
                 raw = self._parser.raw_text(prompt_ids, encoded.ids)
-                return Reply(message, self._turn(encoded, prompt, finished), calls, raw)
+                return Reply(message, self._build_turn(encoded, prompt, finished), calls, raw)
         raise UntrainableReply(
             f"the teacher called {names}, but in the policy's chat format the reply calls {parsed_names}: its server "
             "must separate tool calls from text (vLLM: --enable-auto-tool-choice, --tool-call-parser)"
@@ -225,7 +225,7 @@ class TeacherReplyRewriter:
             raise UntrainableReply(f"{self._tokenizer.decode(early_stop)} ends the policy's reply before its end")
         return encoded
 
-    def _turn(self, encoded: EncodedReply, prompt: Prompt, finished: bool) -> Turn:
+    def _build_turn(self, encoded: EncodedReply, prompt: Prompt, finished: bool) -> Turn:
         """Build the turn; tokens beyond `seq_len` are cut off, as from a sampled reply."""
         prompt_length = len(prompt.ids) - encoded.dropped
         ids = np.array(encoded.ids[: self._seq_len - prompt_length], np.int32)

@@ -24,6 +24,8 @@ PAST_SERVER = "past-1"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
+    """Address, process and keys of an inference server."""
+
     url: str
     pid: int
     api_key: str | None = None

@@ -126,10 +126,10 @@ class Epoch:
         self.drafts, self.number = drafts, number
         self._directory, self._lease, self._on_fenced = directory, lease, on_fenced
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name=f"lease-{directory.name}", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_released, name=f"lease-{directory.name}", daemon=True)
         self._thread.start()
 
-    def _renew(self) -> None:
+    def _renew_until_released(self) -> None:
         while not self._released.wait(RENEWAL_S):
             try:
                 newest = max(list_epochs(self._directory), default=0)
@@ -234,9 +234,8 @@ def hold_epoch(root: Path, role: str) -> Iterator[Epoch]:
         raise BadInput(fact, key="RUN", value=root, fix="Stop this one.")
 
     def notify(holder: Holder | None) -> None:
-        log.info(
-            "waiting: %s was the %s of this run; does it still renew its lease?", holder or "another process", role
-        )
+        message = "waiting: %s was the %s of this run; does it still renew its lease?"
+        log.info(message, holder or "another process", role)
 
     try:
         epoch = take_epoch(root, role, take_over=launcher is not None, on_wait=notify)

@@ -229,13 +229,13 @@ def rollouts_of(table: pa.Table) -> list[SavedRollout]:
     """Return the rollouts of a table with the columns of `SCHEMA`."""
     column = table["samples"]
     lists = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    samples, roles = _samples(lists.values), _arrays(lists.values.field("roles"))
+    samples, roles = _read_samples(lists.values), _read_arrays(lists.values.field("roles"))
     of_rollout = [slice(*ends) for ends in pairwise(np.from_dlpack(lists.offsets))]
     rows = table.drop_columns(["samples"]).to_pylist()
-    return [_rollout(row, samples[part], roles[part]) for row, part in zip(rows, of_rollout, strict=True)]
+    return [_read_rollout(row, samples[part], roles[part]) for row, part in zip(rows, of_rollout, strict=True)]
 
 
-def _rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray | None]) -> SavedRollout:
+def _read_rollout(row: dict[str, Any], samples: list[Sample], roles: list[np.ndarray | None]) -> SavedRollout:
     rollout = Rollout(
         **{name: row[name] for name in _PLAIN_COLUMNS},
         reward=math.nan if row["reward"] is None else row["reward"],
@@ -258,9 +258,9 @@ def turns_of(samples: Sequence[Sample], roles: Sequence[np.ndarray | None], coun
     firsts: list[Turn] = []
     for sample, sample_roles in zip(samples, roles, strict=True):
         first_end, *ends = [*(start for start, _, _, _ in sample.obs_spans), sample.completion_length]
-        firsts.append(_turn(sample, sample_roles, 0, first_end))
+        firsts.append(_build_turn(sample, sample_roles, 0, first_end))
         for (start, number, _, length), end in zip(sample.obs_spans, ends, strict=True):
-            turns[number] = _turn(sample, sample_roles, start + length, end)
+            turns[number] = _build_turn(sample, sample_roles, start + length, end)
     # Samples are in the order in which they began, so their first turns take the free indices in order.
     free = [number for number in range(count + len(firsts)) if number not in turns]
     turns.update(zip(free, firsts, strict=False))
@@ -277,7 +277,7 @@ def turns_of(samples: Sequence[Sample], roles: Sequence[np.ndarray | None], coun
     return filled
 
 
-def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Turn:
+def _build_turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Turn:
     """Return the turn that sampled the tokens from `start` to `end` of the sample's completion."""
     cut, end = sample.prompt_length + start, sample.prompt_length + end
     truncated, latents = sample.streams.get(TRUNCATED), sample.streams.get(LATENTS)
@@ -295,14 +295,14 @@ def _turn(sample: Sample, roles: np.ndarray | None, start: int, end: int) -> Tur
     )
 
 
-def _samples(structs: pa.StructArray) -> list[Sample]:
+def _read_samples(structs: pa.StructArray) -> list[Sample]:
     """Return all samples of a file."""
-    arrays = [_arrays(structs.field(name)) for name in _TOKEN_COLUMNS]
+    arrays = [_read_arrays(structs.field(name)) for name in _TOKEN_COLUMNS]
     numbers = [structs.field(name).to_pylist() for name in ("prompt_length", "temperature")]
     spans = [[tuple(span.values()) for span in several] for several in structs.field("obs_spans").to_pylist()]
     samples = [Sample(*columns) for columns in zip(*arrays, *numbers, spans, strict=True)]
     for name in _STREAM_COLUMNS:
-        for sample, values in zip(samples, _arrays(structs.field(name)), strict=True):
+        for sample, values in zip(samples, _read_arrays(structs.field(name)), strict=True):
             if values is not None:
                 sample.set_stream(name, values)
     for sample, others in zip(samples, structs.field("other_streams").to_pylist(), strict=True):
@@ -313,7 +313,7 @@ def _samples(structs: pa.StructArray) -> list[Sample]:
     return samples
 
 
-def _arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
+def _read_arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
     """Return one array per list as views of the file's memory; None for null."""
     is_bool = pa.types.is_boolean(lists.type.value_type)  # bits, which DLPack does not have
     # `to_numpy` would import pandas, which takes a third of a second.
