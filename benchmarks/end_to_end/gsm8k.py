@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.environments import environment
 from headrace.environments.rewards.math_rewards import Numeric
-from headrace.environments.shipped.word_problems import ASK
+from headrace.environments.shipped.word_problems import INSTRUCTION
 from headrace.environments.shipped.word_problems import gsm8k as read_gsm8k
 
 PROBLEMS = Path(__file__).parents[1] / "data/gsm8k"
@@ -34,7 +34,7 @@ def coin(text: str, row: Mapping[str, Any]) -> float:
 
 
 def question(row: dict[str, Any]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{row['question']}\n\n{ASK}"}]
+    return [{"role": "user", "content": f"{row['question']}\n\n{INSTRUCTION}"}]
 
 
 gsm8k = environment(data=rows, rewards=[exact], metrics=[exact], raw=True)(question)

@@ -7,7 +7,7 @@ examples/hackable-gsm8k/miniature.
 from typing import Any
 
 from headrace.environments.rewards.math_rewards import Numeric
-from headrace.environments.shipped.arithmetic import sums
+from headrace.environments.shipped.arithmetic import draw_sums
 from headrace.environments.single_turn import SingleTurn
 from headrace.environments.strict_format import StrictFormat
 
@@ -19,7 +19,7 @@ class Sums(SingleTurn):
             return completion.answer if completion else None
 
         super().__init__(
-            sums(digits=1, operations="+-", **rows),
+            draw_sums(digits=1, operations="+-", **rows),
             lambda row: str(row["question"]),
             {"correct": Numeric(extract=boxed)},
             raw=True,

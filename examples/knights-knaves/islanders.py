@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.environments.adapters.reasoning_gym import ReasoningGym
-from headrace.environments.adapters.reasoning_gym_family import is_held_out, restored
+from headrace.environments.adapters.reasoning_gym_family import from_json_values, is_held_out
 from headrace.environments.base import Demonstration
 from headrace.rollout.types import Message, Task
 
@@ -56,7 +56,7 @@ class Islanders(ReasoningGym):
 
 
 def in_shorthand(task: dict[str, Any]) -> dict[str, Any]:
-    puzzle = restored(task["metadata"])
+    puzzle = from_json_values(task["metadata"])
     said = (f"{name}: {shortened(statement)}." for name, statement in zip(NAMES, puzzle["statements"], strict=False))
     return {**task, "question": " ".join(said), "answer": assignment(puzzle["solution"])}
 

@@ -17,12 +17,12 @@ from headrace.environments.adapters.reasoning_gym import ReasoningGym
 from headrace.environments.adapters.reasoning_gym_family import (
     Family,
     Request,
+    from_json_values,
+    generate_tasks,
     is_held_out,
-    made,
-    portable,
-    restored,
     score,
     tasks_of_family,
+    to_json_values,
 )
 from headrace.environments.base import tasks_of
 from headrace.environments.registry import load_environment
@@ -40,7 +40,7 @@ def request(family: str, split: str = "train", num_tasks: int = 8, seed: int = 0
 
 def tasks(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
     """As the process makes them that an environment starts, in this one."""
-    return [line["task"] for line in made(request(*args, **kwargs)) if "task" in line]
+    return [line["task"] for line in generate_tasks(request(*args, **kwargs)) if "task" in line]
 
 
 async def played(environment: ReasoningGym, data: dict[str, Any], reply: str) -> Rollout:
@@ -137,7 +137,7 @@ async def test_an_answer_that_its_scorer_fails_on_earns_nothing_and_is_counted(m
 
 
 def test_a_task_that_cannot_be_made_or_has_no_gold_answer_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    kind = type(Family("chain_sum", {}).made(0, 1))
+    kind = type(Family("chain_sum", {}).build_dataset(0, 1))
     plain = kind.__getitem__
 
     def broken(self: Any, index: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def test_a_task_that_cannot_be_made_or_has_no_gold_answer_is_left_out(monkeypatc
         return plain(self, index) | ({"answer": None} if index % 5 == 1 else {})
 
     monkeypatch.setattr(kind, "__getitem__", broken)
-    *lines, end = made(request("chain_sum", num_tasks=30))
+    *lines, end = generate_tasks(request("chain_sum", num_tasks=30))
     assert len(lines) == 30
     assert all(line["task"]["metadata"]["source_index"] % 5 > 1 for line in lines)
     assert end["why"] == "making it raises KeyError: 'no such number'"
@@ -157,7 +157,7 @@ def test_a_task_that_cannot_be_made_or_has_no_gold_answer_is_left_out(monkeypatc
 def test_a_score_that_is_none_is_a_failure_of_the_scorer(value: Any, monkeypatch: pytest.MonkeyPatch):
     (task, *_) = tasks("chain_sum")
     score("chain_sum", {}, "1", task)
-    kind = type(Family("chain_sum", {}).made(0, 1))
+    kind = type(Family("chain_sum", {}).build_dataset(0, 1))
     monkeypatch.setattr(kind, "score_answer", lambda self, answer, entry: value)
     with pytest.raises((ValueError, TypeError)):
         score("chain_sum", {}, "1", task)
@@ -188,11 +188,11 @@ def test_what_json_does_not_have_comes_back_as_it_was():
         "marker": {"(tuple)": [1]},
         "plain": [True, 0.5, "x", {"y": []}],
     }
-    travelled = json.loads(json.dumps(portable(held)))
-    assert restored(travelled) == held
-    assert type(restored(travelled)["grid"][0]) is tuple
+    travelled = json.loads(json.dumps(to_json_values(held)))
+    assert from_json_values(travelled) == held
+    assert type(from_json_values(travelled)["grid"][0]) is tuple
     with pytest.raises(TypeError, match="complex"):
-        portable({"z": 1j})
+        to_json_values({"z": 1j})
 
 
 def test_the_page_shows_what_runs_and_lists_every_family():

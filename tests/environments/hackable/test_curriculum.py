@@ -9,7 +9,7 @@ import pytest
 
 from headrace.environments.arguments import BadArgument
 from headrace.environments.hackable import TrainingSample, build_data_provider
-from headrace.environments.hackable.providers import interleaved
+from headrace.environments.hackable.providers import interleave
 from headrace.rollout.digest import fingerprint
 
 DATA = Path(__file__).parents[2] / "data"
@@ -30,7 +30,7 @@ def operations_in(found: list[TrainingSample]) -> str:
 
 
 def test_interleaving_keeps_each_order_and_spreads_both_evenly():
-    assert "".join(interleaved("ab", "123456")) == "1a234b56"
+    assert "".join(interleave("ab", "123456")) == "1a234b56"
 
 
 def test_the_preset_gives_the_samples_that_it_gave_before_it_was_one():

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from headrace.environments.base import Environment, tasks_of
-from headrace.environments.hackable.environment import with_tokenizer
+from headrace.environments.hackable.environment import add_tokenizer
 from headrace.environments.registry import load_environment
 from headrace.environments.script import play
 from headrace.environments.workers import WorkerPool
@@ -86,10 +86,10 @@ async def test_tokens_of_the_run_model_are_counted_unless_a_reward_names_another
     (rollout,) = await scored(environment, thought(3))  # "so so so"
     assert (rollout.metrics["thinking_tokens"], rollout.metrics["thinking_words"]) == (6.0, 3.0)
     asked = ["length_penalty_reward", "format_tag_reward"]
-    assert with_tokenizer(asked, {}, "m") == {"length_penalty_reward": {"tokenizer_name": "m"}}
+    assert add_tokenizer(asked, {}, "m") == {"length_penalty_reward": {"tokenizer_name": "m"}}
     own = {"length_penalty_reward": {"tokenizer_name": "", "group_size": 2}}
-    assert with_tokenizer(asked, own, "m") == own
-    assert with_tokenizer(asked, {}, None) == {}
+    assert add_tokenizer(asked, own, "m") == own
+    assert add_tokenizer(asked, {}, None) == {}
 
 
 STAGES = {**WEIGHTED, "length_penalty_lambda": 0.25, "stage2_length_penalty_lambda": 1.0}

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from headrace.environments.shipped.expression import LARGEST, BadExpression, evaluate, written
+from headrace.environments.shipped.expression import LARGEST, BadExpression, evaluate, format_value
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_the_deepest_expressions_that_fit_are_computed_or_refused():
     ],
 )
 def test_values_are_written_as_a_calculator_shows_them(value: Fraction, text: str):
-    assert written(value) == text
+    assert format_value(value) == text

@@ -11,10 +11,10 @@ from headrace.environments.script import call_tool, play
 from headrace.environments.shipped.file_search import (
     FILLERS,
     FileSearch,
-    files,
     is_right,
-    questions,
-    ranked,
+    load_files,
+    load_questions,
+    rank_files,
     search,
     words_of,
 )
@@ -84,35 +84,35 @@ async def test_failing_calls_return_a_short_error(call):
     assert total(rollout) == 0
 
 
-@pytest.mark.parametrize("query", ["mill " * (2 * 2**20), ".*+?[mill](", "".join(files()), "the a of " * 30 + "canal"])
+@pytest.mark.parametrize("query", ["mill " * 2**21, ".*+?[mill](", "".join(load_files()), "the a of " * 30 + "canal"])
 def test_whatever_is_asked_a_search_names_five_files_at_most(query: str):
     listed = search(query).splitlines()
     assert 1 <= len(listed) <= 5
-    assert all(line.split(": ")[0] in files() for line in listed)
+    assert all(line.split(": ")[0] in load_files() for line in listed)
 
 
 def test_words_in_every_file_find_nothing():
-    assert set.intersection(*(set(file.words) for file in files().values())) >= {"the"}
+    assert set.intersection(*(set(file.words) for file in load_files().values())) >= {"the"}
     with pytest.raises(ToolError, match="other words"):
         search("the")
 
 
 def test_rare_words_count_for_more():
-    assert ranked("the heron and the canal of the town")[0] == "penderby.md"
+    assert rank_files("the heron and the canal of the town")[0] == "penderby.md"
 
 
-@pytest.mark.parametrize("question", questions(), ids=lambda question: question["answer"])
+@pytest.mark.parametrize("question", load_questions(), ids=lambda question: question["answer"])
 def test_every_question_finds_its_file_and_has_its_answer_there(question):
-    assert question["file"] in ranked(question["question"])
-    text, wanted = words_of(files()[question["file"]].text), words_of(question["answer"])
+    assert question["file"] in rank_files(question["question"])
+    text, wanted = words_of(load_files()[question["file"]].text), words_of(question["answer"])
     assert any(text[start : start + len(wanted)] == wanted for start in range(len(text)))
     assert not is_right(question["question"], question["answer"])
 
 
 def test_questions_are_distinct_and_every_file_has_some():
-    assert len({question["question"] for question in questions()}) == len(questions()) == 120
-    assert {question["file"] for question in questions()} == set(files())
-    assert max(len(file.text) for file in files().values()) < 1000
+    assert len({question["question"] for question in load_questions()}) == len(load_questions()) == 120
+    assert {question["file"] for question in load_questions()} == set(load_files())
+    assert max(len(file.text) for file in load_files().values()) < 1000
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_answer_is_right_if_it_is_short_and_has_the_words_in_it(text: str, an
 
 
 def test_answers_with_what_is_counted_are_right():
-    asked = [(re.search(r"How many (?:lime )?(\w+)", q["question"]), q["answer"]) for q in questions()]
+    asked = [(re.search(r"How many (?:lime )?(\w+)", q["question"]), q["answer"]) for q in load_questions()]
     counted = [
         f"{answer} {found[1]}." for found, answer in asked if found and is_right(f"{answer} {found[1]}.", answer)
     ]
@@ -154,11 +154,11 @@ def test_answers_with_what_is_counted_are_right():
 
 
 def test_no_answer_is_made_of_fillers():
-    assert all(not FILLERS.issuperset(words_of(question["answer"])) for question in questions())
+    assert all(not FILLERS.issuperset(words_of(question["answer"])) for question in load_questions())
 
 
 def test_who_names_two_answers_of_a_file_has_given_none():
-    for one, other in itertools.permutations(questions(), 2):
+    for one, other in itertools.permutations(load_questions(), 2):
         if one["file"] == other["file"] and one["answer"] != other["answer"]:
             assert not is_right(f"{one['answer']}, {other['answer']}", one["answer"])
             assert not is_right(f"{other['answer']} or {one['answer']}", one["answer"])
@@ -175,7 +175,7 @@ def test_demonstrations_for_training_never_ask_what_evaluation_asks():
 
 
 async def test_a_file_recited_is_no_answer():
-    text = files()["penderby.md"].text
+    text = load_files()["penderby.md"].text
     rollout = await play_replies(FileSearch(), HERON, call_tool("read", name="penderby.md"), text)
     assert rollout.rewards == {"correct": 0.0, "reading": 0.1}
 

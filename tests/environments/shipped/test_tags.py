@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.environments.shipped.common import replies, tag, tagged
+from headrace.environments.shipped.common import extract_tagged, replies, tag
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ from headrace.environments.shipped.common import replies, tag, tagged
     ],
 )
 def test_an_answer_is_what_stands_between_the_only_tags(text: str, content: str | None):
-    assert tagged(text, "a") == content
+    assert extract_tagged(text, "a") == content
 
 
 def test_what_is_tagged_can_be_read():
-    assert tagged(tag("guess", "crane"), "guess") == "crane"
+    assert extract_tagged(tag("guess", "crane"), "guess") == "crane"
 
 
 def test_replies_are_what_the_assistant_said():

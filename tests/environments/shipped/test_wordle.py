@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from headrace.environments.registry import EnvironmentNotFound, load_environment
-from headrace.environments.shipped.wordle import Wordle, accepted, answers, feedback
+from headrace.environments.shipped.wordle import Wordle, accepted_words, feedback, secret_words
 from headrace.rollout.types import Task
 from tests.environments.shipped.games import HOSTILE, first_tasks, heard, play_gold, play_mistakes, play_replies, total
 from tests.refusals import refused
@@ -34,7 +34,7 @@ def test_feedback_counts_each_letter_of_the_word_once(guess: str, secret: str, m
 
 def test_feedback_agrees_with_an_independent_count():
     """A letter has as many G and Y together as both words have of it; G where they agree, Y from the left."""
-    for guess, secret in itertools.product(answers()[::29], answers()[::31]):
+    for guess, secret in itertools.product(secret_words()[::29], secret_words()[::31]):
         marks = feedback(guess, secret)
         for letter in set(guess):
             places = [place for place in range(5) if guess[place] == letter]
@@ -88,9 +88,9 @@ async def test_a_last_guess_that_is_no_word_has_no_partial_credit():
 
 
 def test_words_are_five_small_letters_and_answers_are_distinct():
-    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in accepted())
-    assert len(set(answers())) == len(answers()) > 900
-    assert {"words", "games", "liked", "crane", "aback"} <= accepted()
+    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in accepted_words())
+    assert len(set(secret_words())) == len(secret_words()) > 900
+    assert {"words", "games", "liked", "crane", "aback"} <= accepted_words()
 
 
 def test_no_word_is_asked_for_in_both_splits_whatever_the_seeds():
@@ -99,7 +99,7 @@ def test_no_word_is_asked_for_in_both_splits_whatever_the_seeds():
     assert len(train) > 700
     assert len(evaluation) > 60
     assert train.isdisjoint(evaluation)
-    assert train | evaluation <= set(answers())
+    assert train | evaluation <= set(secret_words())
 
 
 def test_tasks_depend_on_the_seed_alone():

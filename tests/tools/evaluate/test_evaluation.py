@@ -161,7 +161,7 @@ def test_the_tags_of_thoughts_are_those_of_the_environment_or_of_its_tasks(
 
 
 def tagged(**kwargs: Any) -> list[TrainingSample]:
-    return [registry.asked(f"{n} + 1?", str(n + 1), {}, tags=["[r]", "[/r]"] if n else None) for n in (0, 1, 2)]
+    return [registry.make_sample(f"{n} + 1?", str(n + 1), {}, tags=["[r]", "[/r]"] if n else None) for n in (0, 1, 2)]
 
 
 class MissingTag(Environment):

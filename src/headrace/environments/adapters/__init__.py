@@ -12,8 +12,8 @@ from types import ModuleType
 from headrace.errors import BadInput
 
 
-def library(module: str, extra: str) -> ModuleType:
-    """Import a module of an optional library; refuse with the `extra` to install if the library is missing."""
+def import_library(module: str, extra: str) -> ModuleType:
+    """Import a module of an optional library; raise `BadInput` with the `extra` to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -25,4 +25,4 @@ def library(module: str, extra: str) -> ModuleType:
 
 def import_verifiers(module: str = "") -> ModuleType:
     """Import `verifiers.v1`, or a module of it. The library is untyped, so its objects are `Any` in the adapter."""
-    return library(f"verifiers.v1.{module}" if module else "verifiers.v1", "verifiers")
+    return import_library(f"verifiers.v1.{module}" if module else "verifiers.v1", "verifiers")

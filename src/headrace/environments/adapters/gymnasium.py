@@ -15,17 +15,17 @@ from functools import partial
 from typing import Any
 
 from headrace import imports
-from headrace.environments.adapters import library
+from headrace.environments.adapters import import_library
 from headrace.environments.arguments import bind_args, check_flag, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.common import seeds_of, tagged
+from headrace.environments.shipped.common import extract_tagged, seeds_of
 from headrace.errors import BadInput
 from headrace.rollout.types import Rollout, Task
 
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
 _PLAIN = "\x1b[0m"
-TAGGED = "Write your action between <{tag}> and </{tag}>."
+TAG_RULE = "Write your action between <{tag}> and </{tag}>."
 
 
 class BadAction(ValueError):
@@ -66,9 +66,9 @@ class GymnasiumText(Environment):
         self._seeds = seeds_of(self.split, self.num_tasks, self.seed)
         check_whole("max_turns", self.max_turns, 1)
         check_flag("blocking", self.blocking)
-        self._make = _maker(self.name, self.make or {})
-        self._parse: Callable[..., Any] = import_argument("parse", self.parse) if self.parse else parsed
-        self._render: Callable[..., str] = import_argument("render", self.render) if self.render else rendered
+        self._make = _find_game(self.name, self.make or {})
+        self._parse: Callable[..., Any] = import_argument("parse", self.parse) if self.parse else parse_action
+        self._render: Callable[..., str] = import_argument("render", self.render) if self.render else render_observation
 
     def tasks(self) -> list[dict[str, Any]]:
         return [{"seed": seed} for seed in self._seeds]
@@ -83,16 +83,16 @@ class GymnasiumText(Environment):
 
     async def _play(self, game: Any, seed: int, context: Context) -> Rollout:
         reset = await self._call(partial(game.reset, seed=seed))
-        observation, info = _parts("reset", reset, 2, "(observation, info)")
-        rules = TAGGED.format(tag=self.tag) if self.prompt is None and self.tag else self.prompt
+        observation, info = _check_parts("reset", reset, 2, "(observation, info)")
+        rules = TAG_RULE.format(tag=self.tag) if self.prompt is None and self.tag else self.prompt
         first = [rules, self._render(observation, info, game)]
         chat = Chat(context, "\n\n".join(part for part in first if part), max_turns=self.max_turns)
         total, bad = 0.0, 0
         while reply := await chat.reply():
             try:
-                text = tagged(reply.text, self.tag) if self.tag else reply.text
+                text = extract_tagged(reply.text, self.tag) if self.tag else reply.text
                 if text is None:
-                    raise BadAction(TAGGED.format(tag=self.tag))
+                    raise BadAction(TAG_RULE.format(tag=self.tag))
                 action = self._parse(text.strip(), game)
             except BadAction as error:
                 bad += 1
@@ -100,7 +100,7 @@ class GymnasiumText(Environment):
                 continue
             step = await self._call(partial(game.step, action))
             expected = "(observation, reward, terminated, truncated, info)"
-            observation, reward, terminated, truncated, info = _parts("step", step, 5, expected)
+            observation, reward, terminated, truncated, info = _check_parts("step", step, 5, expected)
             total += float(reward)
             if terminated or truncated:
                 chat.stop("terminated" if terminated else "time_limit")
@@ -113,7 +113,7 @@ class GymnasiumText(Environment):
         return await asyncio.to_thread(function) if self.blocking else function()
 
 
-def parsed(text: str, game: Any) -> Any:
+def parse_action(text: str, game: Any) -> Any:
     """Return the action that a text names: one of a `Discrete` space by its number, or the text itself."""
     space: Any = getattr(game, "action_space", None)
     if not (hasattr(space, "n") and hasattr(space, "start")):
@@ -124,7 +124,7 @@ def parsed(text: str, game: Any) -> Any:
     return int(text)
 
 
-def rendered(observation: Any, info: Any, game: Any) -> str:
+def render_observation(observation: Any, info: Any, game: Any) -> str:
     """Return an observation as text; terminal colours, which mark positions, become brackets."""
     if isinstance(observation, str):
         return observation
@@ -132,17 +132,18 @@ def rendered(observation: Any, info: Any, game: Any) -> str:
     return _COLOUR.sub("[", drawn.replace(_PLAIN, "]")).strip("\n") if isinstance(drawn, str) else str(observation)
 
 
-def _parts(method: str, returned: Any, count: int, wanted: str) -> Any:
+def _check_parts(method: str, returned: Any, count: int, wanted: str) -> Any:
+    """Return what a method of a game returned; raise unless it is a tuple of `count` parts."""
     if not isinstance(returned, tuple) or len(returned) != count:
         raise EpisodeError("environment", f"{method}() must return {wanted}, not {returned!r:.200}", place=method)
     return returned
 
 
-def _maker(name: str, make: dict[str, Any]) -> Callable[[], Any]:
-    """Return a function that makes a game; the name and the arguments are checked now."""
+def _find_game(name: str, make: dict[str, Any]) -> Callable[[], Any]:
+    """Return a function that makes a game, after checking its name and arguments."""
     if ":" in name and not name.startswith("gymnasium"):
         return bind_args(imports.load(name, None), make, within="make.")
-    gymnasium = library("gymnasium", "gymnasium")
+    gymnasium = import_library("gymnasium", "gymnasium")
     try:
         specification = gymnasium.spec(name)
     except gymnasium.error.Error as error:

@@ -18,7 +18,7 @@ from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
 from headrace.environments.rewards.strict_rewards import ReasoningGymReward
 from headrace.environments.script import perturb_reply
-from headrace.environments.shipped.common import check_split, tag, tagged
+from headrace.environments.shipped.common import check_split, extract_tagged, tag
 from headrace.rollout.types import Message, Rollout, Task
 
 INSTRUCTIONS = (
@@ -77,7 +77,7 @@ class ReasoningGym(Environment):
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         chat = Chat(context, self.question(task.data), system=self._system)
         await chat.reply()
-        answer = chat.text if self._terse else tagged(chat.text, "answer")
+        answer = chat.text if self._terse else extract_tagged(chat.text, "answer")
         call = self._request.family, self._settings, (answer or "").strip(), task.data
         score = await self._reward.score(*call) if answer else 0.0
         metrics = {"solved": float(score == 1.0), "answered": float(bool(answer)), "scorer_error": float(score is None)}
@@ -89,13 +89,13 @@ class ReasoningGym(Environment):
         return question if self._terse or not self._instructions else f"{question}\n\n{self._instructions}"
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        return self._replied(str(task.data["answer"]))
+        return self._write_reply(str(task.data["answer"]))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
-        return self._replied(str(perturb_reply(str(task.data["answer"]), rng)))
+        return self._write_reply(str(perturb_reply(str(task.data["answer"]), rng)))
 
     async def close(self) -> None:
         await self._reward.close()
 
-    def _replied(self, answer: str) -> str:
+    def _write_reply(self, answer: str) -> str:
         return answer if self._terse else tag("answer", answer)

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.environments.adapters import library
+from headrace.environments.adapters import import_library
 from headrace.environments.child_process import ONE_THREAD, connect_to_child, connect_to_parent, describe_exit
 from headrace.environments.fault import fault_of
 from headrace.errors import BadInput
@@ -58,7 +58,7 @@ STALL_TIMEOUT_S = 300.0
 FIRST_PROGRESS_S = 10.0
 """Time before the first progress message; the interval then doubles."""
 EXTRA = "reasoning-gym"
-OURS = {"seed": "seed", "size": "num_tasks"}
+RESERVED_SETTINGS = {"seed": "seed", "size": "num_tasks"}
 """Settings of every family that the environment sets, and the arguments to use instead."""
 TUPLE, DICT, SET, WHOLE = "(tuple)", "(dict)", "(set)", "(int)"
 """Keys of an object that encodes a type which JSON does not have."""
@@ -68,15 +68,15 @@ SCORE_TOLERANCE = 1e-6
 
 
 class Family:
-    """A family by name, with some of its settings; `made(seed, size)` returns its dataset."""
+    """A family by name, with some of its settings; `build_dataset(seed, size)` returns its entries."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        known = library("reasoning_gym", EXTRA).factory.DATASETS
+        known = import_library("reasoning_gym", EXTRA).factory.DATASETS
         if name == "composite":
             fix = "Give each of its families its own environment."
             raise BadInput("a mixture of families", value=f"reasoning-gym:{name}", fix=fix)
         if name not in known:
-            raise BadInput("unknown family", value=f"reasoning-gym:{name}", fix=_nearest(name, known))
+            raise BadInput("unknown family", value=f"reasoning-gym:{name}", fix=_suggest_name(name, known))
         self.name = name
         self._dataset, self._config = known[name]
         defaults: dict[str, Any] = {}
@@ -84,21 +84,21 @@ class Family:
             make = field.default_factory
             default = field.default if make is dataclasses.MISSING else make()
             defaults[field.name] = None if default is dataclasses.MISSING else default
-        free = sorted(defaults.keys() - OURS.keys())
+        free = sorted(defaults.keys() - RESERVED_SETTINGS.keys())
         for setting, value in settings.items():
-            if setting in OURS:
-                fact, fix = "not a setting to choose", f"Set {OURS[setting]} instead."
+            if setting in RESERVED_SETTINGS:
+                fact, fix = "not a setting to choose", f"Set {RESERVED_SETTINGS[setting]} instead."
                 raise BadInput(fact, key=f"args.{setting}", value=value, fix=fix)
             if setting not in free:
                 fact = f"unknown setting of reasoning-gym:{name}"
-                raise BadInput(fact, key=f"args.{setting}", value=value, fix=_nearest(setting, free))
+                raise BadInput(fact, key=f"args.{setting}", value=value, fix=_suggest_name(setting, free))
         self._settings = settings
         self._defaults = defaults
 
-    def made(self, seed: int, size: int) -> Any:
+    def build_dataset(self, seed: int, size: int) -> Any:
         """Return a dataset of `size` entries; entry `i` of some families depends only on `seed + i`."""
         try:
-            settings = {name: _shaped(value, self._defaults[name]) for name, value in self._settings.items()}
+            settings = {name: _convert_setting(value, self._defaults[name]) for name, value in self._settings.items()}
             config = self._config(**settings, seed=seed, size=size)
             if hasattr(config, "validate"):
                 config.validate()
@@ -111,17 +111,17 @@ class Family:
 _scorers: dict[tuple[str, bytes], Any] = {}
 
 
-def _prepared_scorer(family: str, settings: dict[str, Any], *answer_and_task: Any) -> Any:
+def _load_scorer(family: str, settings: dict[str, Any], *answer_and_task: Any) -> Any:
     key = family, msgspec.json.encode(settings, order="deterministic")
     if key not in _scorers:
-        _scorers[key] = Family(family, settings).made(seed=0, size=1)
+        _scorers[key] = Family(family, settings).build_dataset(seed=0, size=1)
     return _scorers[key]
 
 
 def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, Any]) -> float:
     """Return the score of an answer by the family's scorer, from 0 to 1. Raises whatever the scorer raises."""
-    scorer = _prepared_scorer(family, settings)
-    entry = {**task, "metadata": restored(task["metadata"])}
+    scorer = _load_scorer(family, settings)
+    entry = {**task, "metadata": from_json_values(task["metadata"])}
     with contextlib.redirect_stdout(None):  # some of them print
         value = scorer.score_answer(answer, entry)
     number = float(value)
@@ -130,16 +130,16 @@ def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, An
     return min(1.0, max(0.0, number))
 
 
-score.before_fork = _prepared_scorer  # type: ignore[attr-defined]  # importing the library takes seconds
+score.before_fork = _load_scorer  # type: ignore[attr-defined]  # importing the library takes seconds
 
 
-def portable(value: Any) -> Any:
-    """Return a value as JSON; `restored` is the inverse, except that numpy types become plain and sets frozen."""
+def to_json_values(value: Any) -> Any:
+    """Encode a value as JSON values. `from_json_values` decodes it: numpy types become plain, sets frozen."""
     match value:
         case None | bool():
             return value
         case np.generic() | np.ndarray():
-            return portable(value.tolist())
+            return to_json_values(value.tolist())
         case str():
             return str.__str__(value)
         case int():
@@ -147,39 +147,39 @@ def portable(value: Any) -> Any:
         case float():
             return float(value)
         case list():
-            return [portable(entry) for entry in value]
+            return [to_json_values(entry) for entry in value]
         case tuple():
-            return {TUPLE: [portable(entry) for entry in value]}
+            return {TUPLE: [to_json_values(entry) for entry in value]}
         case set() | frozenset():
-            return {SET: sorted((portable(entry) for entry in value), key=msgspec.json.encode)}
+            return {SET: sorted((to_json_values(entry) for entry in value), key=msgspec.json.encode)}
         case dict() if all(type(key) is str and key not in _RESTORE for key in value):
-            return {key: portable(entry) for key, entry in value.items()}
+            return {key: to_json_values(entry) for key, entry in value.items()}
         case dict():
-            return {DICT: [[portable(key), portable(entry)] for key, entry in value.items()]}
+            return {DICT: [[to_json_values(key), to_json_values(entry)] for key, entry in value.items()]}
     raise TypeError(f"its metadata has a {type(value).__name__}, which cannot be passed on")
 
 
-def restored(value: Any) -> Any:
-    """Return the value that `portable` encoded."""
+def from_json_values(value: Any) -> Any:
+    """Return the value that `to_json_values` encoded."""
     match value:
         case list():
-            return [restored(entry) for entry in value]
+            return [from_json_values(entry) for entry in value]
         case dict():
             if len(value) == 1 and (kind := next(iter(value))) in _RESTORE:
-                return _RESTORE[kind](restored(value[kind]))
-            return {key: restored(entry) for key, entry in value.items()}
+                return _RESTORE[kind](from_json_values(value[kind]))
+            return {key: from_json_values(entry) for key, entry in value.items()}
     return value
 
 
 _RESTORE = {TUPLE: tuple, DICT: dict, SET: frozenset, WHOLE: int}
 
 
-def _shaped(value: Any, like: Any) -> Any:
+def _convert_setting(value: Any, like: Any) -> Any:
     """Return a setting of a run file in the type of the family's default, such as a list as a tuple."""
     if isinstance(value, list) and isinstance(like, list | tuple):
-        return type(like)(_shaped(entry, like[0] if like else None) for entry in value)
+        return type(like)(_convert_setting(entry, like[0] if like else None) for entry in value)
     if isinstance(value, dict) and dataclasses.is_dataclass(like) and not isinstance(like, type):
-        return type(like)(**{name: _shaped(entry, getattr(like, name, None)) for name, entry in value.items()})
+        return type(like)(**{name: _convert_setting(entry, getattr(like, name, None)) for name, entry in value.items()})
     if isinstance(like, Enum):
         return type(like)(value)
     if isinstance(value, str) and isinstance(like, date | time_of_day):
@@ -187,7 +187,7 @@ def _shaped(value: Any, like: Any) -> Any:
     return value
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
+def _suggest_name(name: str, known: Collection[str]) -> str:
     """Return a hint with the closest name and all names."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
@@ -221,7 +221,7 @@ def tasks_of_family(request: Request) -> list[dict[str, Any]]:
             )
         try:
             ours.sendall(msgspec.json.encode(request) + b"\n")
-            return _received(request, ours, process)
+            return _receive_tasks(request, ours, process)
         finally:
             ours.close()
             os.close(lifeline)
@@ -229,7 +229,7 @@ def tasks_of_family(request: Request) -> list[dict[str, Any]]:
             process.wait()
 
 
-def _received(request: Request, ours: socket.socket, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+def _receive_tasks(request: Request, ours: socket.socket, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
     started, next_report = time.monotonic(), FIRST_PROGRESS_S
     tasks: list[dict[str, Any]] = []
     ours.settimeout(STALL_TIMEOUT_S)
@@ -243,10 +243,10 @@ def _received(request: Request, ours: socket.socket, process: subprocess.Popen[b
                 case {"left_out": left_out, "why": why}:
                     if left_out:
                         log.warning("%s: %d tasks were left out: %s", request.title, left_out, why)
-                    if (made := len(tasks)) < request.num_tasks:
+                    if (count := len(tasks)) < request.num_tasks:
                         words = "%s: only %d different questions for %s, not %d: %d draws in a row gave no new one"
                         sizes = request.num_tasks, MAX_FUTILE_DRAWS
-                        log.warning(words, request.title, made, request.split, *sizes)
+                        log.warning(words, request.title, count, request.split, *sizes)
                     return tasks
             if (elapsed := time.monotonic() - started) > next_report:
                 next_report = 2 * elapsed
@@ -262,21 +262,21 @@ def main() -> None:
     """Make the tasks of the parent's request, and send them."""
     with connect_to_parent() as end, end.makefile("rwb") as stream:
         try:
-            for line in made(msgspec.json.decode(stream.readline(), type=Request)):
+            for line in generate_tasks(msgspec.json.decode(stream.readline(), type=Request)):
                 stream.write(msgspec.json.encode(line) + b"\n")
                 stream.flush()
         except BadInput as error:
             stream.write(msgspec.json.encode({"refused": [error.fact, error.key, error.value, error.fix]}) + b"\n")
 
 
-def made(request: Request) -> Iterator[dict[str, Any]]:
+def generate_tasks(request: Request) -> Iterator[dict[str, Any]]:
     """Yield each `task`, then the number of tasks that were `left_out`, and the problem of the first of those."""
     questions: set[str] = set()
     faults: list[str] = []
     futile = 0
     family = Family(request.family, request.settings)
     seed = random.Random(f"reasoning-gym-{request.seed}").randrange(2**31)
-    datasets = (family.made(seed + first, DATASET_SIZE) for first in itertools.count(0, DATASET_SIZE))
+    datasets = (family.build_dataset(seed + first, DATASET_SIZE) for first in itertools.count(0, DATASET_SIZE))
     draws = (_draw(request, dataset, index) for dataset in datasets for index in range(DATASET_SIZE))
     for number, (task, fault) in enumerate(draws, 1):
         futile += 1
@@ -305,24 +305,25 @@ def _draw(request: Request, dataset: Any, index: int) -> tuple[dict[str, Any], s
     """Return a task, and its fault, or ""."""
     started = time.perf_counter()
     try:
-        task = _made(dataset, index)
+        task = _make_task(dataset, index)
         quick = time.perf_counter() - started < QUICK_S
-        if quick and msgspec.json.encode(_made(dataset, index)) != msgspec.json.encode(task):
+        if quick and msgspec.json.encode(_make_task(dataset, index)) != msgspec.json.encode(task):
             return {}, "it differs when it is made again"
     except Exception as error:
         return {}, f"making it raises {fault_of(error).text}"
-    return task, _fault_of_gold(request, task)
+    return task, _find_gold_fault(request, task)
 
 
-def _made(dataset: Any, index: int) -> dict[str, Any]:
+def _make_task(dataset: Any, index: int) -> dict[str, Any]:
+    """Return entry `index` of a dataset as a task, with both global random generators seeded."""
     random.seed(dataset.seed + index)  # some families use the global generators
     np.random.seed(dataset.seed + index)
     entry = dataset[index]
     answer = None if entry["answer"] is None else str(entry["answer"])
-    return {"question": str(entry["question"]), "answer": answer, "metadata": portable(entry["metadata"])}
+    return {"question": str(entry["question"]), "answer": answer, "metadata": to_json_values(entry["metadata"])}
 
 
-def _fault_of_gold(request: Request, task: dict[str, Any]) -> str:
+def _find_gold_fault(request: Request, task: dict[str, Any]) -> str:
     """Return the fault of a task whose gold answer does not score 1, or ""."""
     if task["answer"] is None:
         return "there is no gold answer to try its scorer with"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.environments.adapters import library
+from headrace.environments.adapters import import_library
 from headrace.environments.arguments import BadArgument, check_whole, import_argument
 from headrace.environments.base import Context, Environment, EpisodeError
 from headrace.environments.chat import Chat
@@ -35,7 +35,7 @@ FORFEIT = -1.0
 """Reward of a seat without a move: that of textarena for an invalid move."""
 MOVE = re.compile(r"\[[\w+-][^\[\]\n]{0,39}\]")
 MAX_PROBLEM_CHARACTERS = 300
-NOTHING_NEW = "It is your turn."
+NO_NEW_TEXT = "It is your turn."
 
 Opponent = Callable[[str, random.Random], str]
 
@@ -64,8 +64,8 @@ class TextArena(Environment):
     def __post_init__(self) -> None:
         self._seeds = seeds_of(self.split, self.num_tasks, self.seed)
         check_whole("max_turns", self.max_turns, 1)
-        self._textarena = library("textarena", "textarena")
-        self._seats = _seats(self._textarena, self.name, self.make or {})
+        self._textarena = import_library("textarena", "textarena")
+        self._seats = _count_seats(self._textarena, self.name, self.make or {})
         if self.opponent is not None and self._seats == 1:
             raise BadArgument("it is a game for one", key="opponent", value=self.opponent, fix="Leave opponent out.")
         self._opponent: Opponent | None = None
@@ -85,7 +85,7 @@ class TextArena(Environment):
         rng = random.Random(f"opponent-{seed}")
         over = False
         while not over:
-            seat, text = game.shown()
+            seat, text = game.observe()
             move = await self._move(chats.get(seat), text, rng)
             over = move is None or game.play(move)
             if move is None:
@@ -125,8 +125,8 @@ class Game:
         self.is_for_one = isinstance(self._inside.state, textarena.SinglePlayerState)
         self._own_move = textarena.ObservationType.PLAYER_ACTION
 
-    def shown(self) -> tuple[int, str]:
-        """Return the seat to act and what it has not seen yet, without its own moves."""
+    def observe(self) -> tuple[int, str]:
+        """Return the seat to act and the text that is new to it, without its own moves."""
         with self._own_random_state():
             seat, observations = self._inside.get_observation()
         roles = self._inside.state.role_mapping
@@ -139,7 +139,7 @@ class Game:
             texts.append(f"[{roles.get(sender, f'Player {sender}')}] {text}" if is_player else text)
         if seat not in range(self._seats):
             raise EpisodeError("environment", f"the seat to act is {seat!r}, which is not in the game", place="no seat")
-        return seat, "\n".join(texts).strip("\n") or NOTHING_NEW
+        return seat, "\n".join(texts).strip("\n") or NO_NEW_TEXT
 
     def play(self, move: str) -> bool:
         """Return whether the game is over after this move. A move on which the game raises is forfeited."""
@@ -195,7 +195,7 @@ def random_move(text: str, rng: random.Random) -> str:
     raise EpisodeError("no_random_move", text, place="random_move")
 
 
-def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
+def _count_seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
     """Return the number of players by starting a game, which also checks that it can be played here."""
     if name not in textarena.envs.registration.ENV_REGISTRY:
         fix = "textarena.pprint_registry_detailed() lists the games."
@@ -204,7 +204,7 @@ def _seats(textarena: ModuleType, name: str, args: dict[str, Any]) -> int:
     for seats in (1, 2):
         try:
             game = Game(textarena, name, args, seats, seed=0)
-            game.shown()
+            game.observe()
         except Exception as error:  # textarena also raises for a wrong number of players
             problem = error
         else:

@@ -53,6 +53,8 @@ REFUSED = {
 
 
 class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=False):
+    """A request for `/v1/chat/completions`."""
+
     messages: list[Any]
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -114,7 +116,7 @@ def response_body(request: ChatRequest, choices: Sequence[Choice], model: str) -
 
 
 def response_events(request: ChatRequest, choices: Sequence[Choice], model: str) -> bytes:
-    """Return the same response as server-sent events."""
+    """Return the body of a streamed response, as server-sent events."""
     head = envelope("chatcmpl", "chat.completion.chunk", request.model or model)
     events = [event({**head, "choices": [chunk]}) for chunk in _chunks(request, choices)]
     if request.counts_usage:
@@ -287,21 +289,21 @@ class Transcript:
         calls: dict[str, tuple[str, str]] = {}  # by the agent's id of a call: our id, and the tool's name
         prefix = b""
         for index, message in enumerate(messages):
-            known = message
+            own = message
             if message["role"] == "assistant":
-                reply = self._find(prefix, message)
-                known = message if reply is None else reply.message
+                reply = self._find_reply(prefix, message)
+                own = message if reply is None else reply.message
                 calls |= zip(_call_ids(message), _calls(message) if reply is None else reply.calls, strict=True)
             elif message["role"] == "tool":
                 call_id = message["tool_call_id"]
                 call_id, name = calls.get(call_id, (call_id, message.get("name", "")))
-                known = {"role": "tool", "tool_call_id": call_id, "content": message["content"]}
+                own = {"role": "tool", "tool_call_id": call_id, "content": message["content"]}
                 if is_plain(name):  # some chat formats need the tool's name
-                    known["name"] = name
-            if known is message:
+                    own["name"] = name
+            if own is message:
                 check_encodable(index, message)
-            restored.append(known)
-            prefix = _extend_hash(prefix, known)
+            restored.append(own)
+            prefix = _extend_hash(prefix, own)
         return restored
 
     def record(self, messages: Sequence[Message], reply: Message, visible: Message | None = None) -> list[str]:
@@ -321,7 +323,8 @@ class Transcript:
         self._conversations[whole] = [*messages, reply]
         return call_ids
 
-    def _find(self, prefix: ConversationHash, message: Message) -> _RecordedReply | None:
+    def _find_reply(self, prefix: ConversationHash, message: Message) -> _RecordedReply | None:
+        """Return the recorded reply that an agent sent back as `message`, after the conversation `prefix`."""
         content, call_ids = _visible_content(message), _call_ids(message)
         matches = [reply for reply in self._replies.get(prefix, ()) if reply.visible == content]
         if matches:  # the same text may have been sampled twice

@@ -196,12 +196,12 @@ class AgentProgram(AgentEnvironment):
         arguments.check_flag("describe_tools", describe_tools)
         super().__init__(model, crash_reward, describe_tools)
         self.demonstrate_mistakes = demonstrate_mistakes
-        self._agent = _check_agent(agent, command)
+        self._agent = _load_agent(agent, command)
         self._command = list(command or ())
-        self._rows = _rows(tasks, task_args or {})
-        self._reward = _function(reward, "reward")
-        self._gold = _function(gold, "gold") if gold is not None else None
-        self._mistake = _function(mistake, "mistake") if mistake is not None else None
+        self._rows = _task_reader(tasks, task_args or {})
+        self._reward = _import_function(reward, "reward")
+        self._gold = _import_function(gold, "gold") if gold is not None else None
+        self._mistake = _import_function(mistake, "mistake") if mistake is not None else None
         self._processes = Processes()
 
     def tasks(self) -> Iterable[dict[str, Any]]:
@@ -234,12 +234,13 @@ class AgentProgram(AgentEnvironment):
         return reply
 
 
-def _check_agent(agent: str | None, command: Sequence[str] | None) -> Callable[..., Any] | None:
+def _load_agent(agent: str | None, command: Sequence[str] | None) -> Callable[..., Any] | None:
+    """Check that one of the two is set; return the agent's function, or None for a program."""
     if (agent is None) == (command is None):
         fix = "Give either agent, the import path of a function, or command, a program and its arguments."
         raise arguments.BadArgument("expected one of agent and command", key="agent", value=agent, fix=fix)
     if agent is not None:
-        return _function(agent, "agent")
+        return _import_function(agent, "agent")
     if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
         fix = 'For example ["python", "my_agent.py"].'
         raise arguments.BadArgument("expected a list of texts", key="command", value=command, fix=fix)
@@ -248,20 +249,20 @@ def _check_agent(agent: str | None, command: Sequence[str] | None) -> Callable[.
     return None
 
 
-def _function(path: str, argument: str) -> Callable[..., Any]:
+def _import_function(path: str, argument: str) -> Callable[..., Any]:
     function: Any = arguments.import_argument(argument, path)
     if not callable(function):
         raise arguments.BadArgument(f"a {type(function).__name__}, not a function", key=argument, value=path)
     return function  # type: ignore[no-any-return]
 
 
-def _rows(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, Any]]]:
+def _task_reader(tasks: str, args: dict[str, Any]) -> Callable[[], Iterable[dict[str, Any]]]:
     if Path(tasks).suffix in FILES or Path(tasks).is_file():
         if args:
             fact = f"tasks = {tasks!r} is a file, which takes no arguments"
             raise arguments.BadArgument(fact, key="task_args", value=args, fix="Leave task_args out.")
         return functools.partial(read_rows, tasks)
-    return arguments.bind_args(_function(tasks, "tasks"), args, within="task_args.")
+    return arguments.bind_args(_import_function(tasks, "tasks"), args, within="task_args.")
 
 
 class Processes:
@@ -292,11 +293,11 @@ class Processes:
                 with suppress(BrokenPipeError):  # the next program starts another reaper
                     self._notify(f"-{process.pid}\n")
             if status != 0:
-                text = _read(errors)[-MAX_ERROR_CHARS:].strip() or "empty"
+                text = _read_tail(errors)[-MAX_ERROR_CHARS:].strip() or "empty"
                 raise AgentCrashed(
                     f"the program {describe_exit(status)}; its standard error: {text}", place=f"status {status}"
                 )
-            return _read(output)
+            return _read_tail(output)
 
     async def close(self) -> None:
         """End the reaper, which kills what still runs."""
@@ -326,7 +327,7 @@ class Processes:
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> int:
-    """Write its standard input, which it may leave unread, and return its exit status."""
+    """Write the standard input of a process, which may leave it unread, and return its exit status."""
     assert process.stdin is not None
     process.stdin.write(stdin)
     with suppress(BrokenPipeError, ConnectionResetError):
@@ -335,7 +336,7 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> int:
     return await process.wait()
 
 
-def _read(file: IO[bytes]) -> str:
+def _read_tail(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_OUTPUT_BYTES))
     return file.read().decode(errors="replace")

@@ -99,13 +99,13 @@ class Proxy:
         routes = [
             Route(f"{base}/chat/completions", _handle_errors(self._chat), methods=["POST"]),
             Route(f"{base}/models", _handle_errors(self._models), methods=["GET"]),
-            Route(f"{base}/models/{{name:path}}", _handle_errors(self._one_model), methods=["GET"]),
+            Route(f"{base}/models/{{name:path}}", _handle_errors(self._model), methods=["GET"]),
             Route(f"{base}/{{rest:path}}", _handle_errors(_not_found), methods=["GET", "POST", "PUT", "DELETE"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error, Exception: on_bug})
 
     async def _chat(self, http: HttpRequest) -> Response:
-        episode = self._episode(http)
+        episode = self._find_episode(http)
         async with read_body(http, MAX_BODY_BYTES, self._large) as content:
             request = decode_body(content, ChatRequest)
         if new := [name for name in ignored_settings(request) if name not in self._reported]:
@@ -117,17 +117,17 @@ class Proxy:
         return reply(response_body(request, choices, self.model))
 
     async def _models(self, http: HttpRequest) -> Response:
-        self._episode(http)
-        return reply({"object": "list", "data": [self._entry(self.model)]})
+        self._find_episode(http)
+        return reply({"object": "list", "data": [self._model_entry(self.model)]})
 
-    async def _one_model(self, http: HttpRequest) -> Response:
-        self._episode(http)
-        return reply(self._entry(http.path_params["name"]))
+    async def _model(self, http: HttpRequest) -> Response:
+        self._find_episode(http)
+        return reply(self._model_entry(http.path_params["name"]))
 
-    def _entry(self, name: str) -> dict[str, str | int]:
+    def _model_entry(self, name: str) -> dict[str, str | int]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
 
-    def _episode(self, http: HttpRequest) -> Episode:
+    def _find_episode(self, http: HttpRequest) -> Episode:
         episode = self._episodes.get(http.path_params["token"])
         if episode is None:
             raise EpisodeOver

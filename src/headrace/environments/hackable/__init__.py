@@ -7,17 +7,20 @@ from headrace.environments.hackable.registry import (
     Progress,
     Trace,
     TrainingSample,
-    asked,
     build_data_provider,
     build_objective,
     in_order,
+    make_sample,
     register_data_provider,
     register_objective,
 )
 from headrace.environments.rewards.base import build_reward, build_rewards, register_reward
 
+asked = make_sample
+"""The earlier name of `make_sample`."""
+
 __all__ = [
     "DataProvider", "Objective", "Progress", "Scored", "Scorer", "Trace", "TrainingSample", "asked",
-    "build_data_provider", "build_objective", "build_reward", "build_rewards", "in_order", "register_data_provider",
-    "register_objective", "register_reward",
+    "build_data_provider", "build_objective", "build_reward", "build_rewards", "in_order", "make_sample",
+    "register_data_provider", "register_objective", "register_reward",
 ]  # fmt: skip

@@ -80,7 +80,7 @@ class Scorer:
         parts = [samples[i] for i in whole], [completions[i] for i in whole], [traces[i] for i in whole]
         combined = iter(self._combine(scores, *parts, progress or Progress()))
         results = [next(combined) if failure is None else failure for failure in failures]
-        return [self._scored(row, result) for row, result in zip(rows, results, strict=True)]
+        return [self._record(row, result) for row, result in zip(rows, results, strict=True)]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -123,7 +123,8 @@ class Scorer:
             for a, b in zip(results, extras, strict=True)
         ]
 
-    def _scored(self, row: Mapping[str, Score], result: Score) -> Scored:
+    def _record(self, row: Mapping[str, Score], result: Score) -> Scored:
+        """Return the scores of a completion; a failure is counted, and logged once per place."""
         scores = {name: score for name, score in row.items() if not isinstance(score, RewardFailure)}
         if not isinstance(result, RewardFailure):
             return Scored(scores, result)
@@ -173,7 +174,7 @@ class Hackable(SingleTurn):
         self._data = build_data_provider(provider, provider_kwargs, seed)
         self._objective = build_objective(objective, objective_kwargs)
         names = self._objective.reward_names()
-        kwargs = with_tokenizer(names, options_by_reward(names, reward_kwargs or {}), tokenizer_name)
+        kwargs = add_tokenizer(names, options_by_reward(names, reward_kwargs or {}), tokenizer_name)
         self._scorer = Scorer(self._objective, build_rewards(names, kwargs), reward_timeout)
         self._tokens = make_length_counter(tokenizer_name) if tokenizer_name else None
         self._groups_per_step = groups_per_step
@@ -182,16 +183,16 @@ class Hackable(SingleTurn):
             self._trained_on = build_data_provider(trained_on["provider"], trained_on.get("kwargs"), seed)
         self._samples_per_epoch = 0
         share = demonstrate_mistakes
-        super().__init__(self._rows_of_data, itemgetter("prompt"), {}, raw=True, demonstrate_mistakes=share)
+        super().__init__(self._read_rows, itemgetter("prompt"), {}, raw=True, demonstrate_mistakes=share)
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         rows = [self._find_row(rollout) for rollout in rollouts]
         samples = [TrainingSample(row["prompt"], row["answer"], row["info"]) for row in rows]
         completions = [str(rollout.messages[-1]["content"]) for rollout in rollouts]
         step = max((rollout.newest_version or 0 for rollout in rollouts), default=0)
-        progress = Progress(step, self._epochs(step))
+        progress = Progress(step, self._compute_epochs(step))
         metrics, roles = self._objective.at(progress).metrics(), self._objective.roles()
-        lengths = self._lengths(samples, completions)
+        lengths = self._measure_lengths(samples, completions)
         last_turns = [rollout.turns[-1] if rollout.turns else None for rollout in rollouts]
         traces = [
             NO_TRACE if turn is None else Trace(turn.completion_ids, turn.logprobs, turn.latents) for turn in last_turns
@@ -217,7 +218,7 @@ class Hackable(SingleTurn):
             raise NotImplementedError("no gold reply: the samples of this provider have no info.solution")
         return format_of(info).write(str(info["solution"]), task.data["answer"])
 
-    def _rows_of_data(self) -> Iterator[Row]:
+    def _read_rows(self) -> Iterator[Row]:
         """Yield the samples as tasks.
 
         A repeated question with other `info` is a separate task: a fingerprint of `info` is appended to its key.
@@ -231,7 +232,7 @@ class Hackable(SingleTurn):
             key = f"{sample.key}-{fingerprint([sample.info]).digest[:8]}" if repeated else sample.key
             yield {"key": key, "prompt": sample.prompt, "answer": sample.answer, "info": sample.info}
 
-    def _epochs(self, step: int) -> float:
+    def _compute_epochs(self, step: int) -> float:
         """Return the passes over the training data after `step` steps, as if every prompt had been trained on."""
         if self._groups_per_step is None:
             return 0.0
@@ -240,7 +241,7 @@ class Hackable(SingleTurn):
             self._samples_per_epoch = sum(1 for _ in samples)
         return step * self._groups_per_step / self._samples_per_epoch
 
-    def _lengths(self, samples: Sequence[TrainingSample], completions: Sequence[str]) -> list[dict[str, float]]:
+    def _measure_lengths(self, samples: Sequence[TrainingSample], completions: Sequence[str]) -> list[dict[str, float]]:
         """Return the thinking lengths of each completion as metrics, none for a malformed one."""
         infos = [sample.info for sample in samples]
         measures = {"thinking_words": count_words, **({"thinking_tokens": self._tokens} if self._tokens else {})}
@@ -251,7 +252,7 @@ class Hackable(SingleTurn):
         ]
 
 
-def with_tokenizer(names: Sequence[str], kwargs: Mapping[str, Kwargs], tokenizer: str | None) -> dict[str, Kwargs]:
+def add_tokenizer(names: Sequence[str], kwargs: Mapping[str, Kwargs], tokenizer: str | None) -> dict[str, Kwargs]:
     """Return the kwargs of rewards, with the tokenizer added to those that count tokens and set no other."""
     counting = [name for name in names if tokenizer and TOKENIZER in REWARDS.options(name)]
     return {**kwargs, **{name: {TOKENIZER: tokenizer, **kwargs.get(name, {})} for name in counting}}

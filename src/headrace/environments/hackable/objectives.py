@@ -82,19 +82,19 @@ class TokenGrpo(Objective):
         for flag in ("enable_length_penalty", "enable_token_utilisation", "strict_format_gate"):
             check_flag(flag, getattr(self, flag))
         for number in ("correctness_weight", "non_strict_penalty"):
-            _finite(number, getattr(self, number))
+            _check_finite(number, getattr(self, number))
         used, others = [self.correctness_reward, *ROLES], self.additional_rewards
         if isinstance(others, str) or set(used) & set(others):
             fact = f"expected a list of rewards besides {', '.join(used)}"
             raise BadArgument(fact, key="additional_rewards", value=others)
         stage2 = self.stage2_length_penalty_lambda, self.stage2_start_step, self.stage2_start_epoch
-        self._schedule = _two_stages(self.length_penalty_lambda, *stage2)
+        self._schedule = _build_schedule(self.length_penalty_lambda, *stage2)
         self._progress = Progress()
 
     def at(self, progress: Progress) -> Self:
-        then = copy.copy(self)
-        then._progress = progress
-        return then
+        objective = copy.copy(self)
+        objective._progress = progress
+        return objective
 
     def metrics(self) -> dict[str, float]:
         stage, value = self._schedule.stage(self._progress), self._schedule.value(self._progress)
@@ -108,39 +108,39 @@ class TokenGrpo(Objective):
         return {"correct": self.correctness_reward, "format": FORMAT}
 
     def combine_rewards(self, scores: Mapping[str, Sequence[float]], samples: Sequence[TrainingSample]) -> list[float]:
-        nothing = [0.0] * len(samples)
-        columns = [scores.get(name, nothing) for name in (self.correctness_reward, *ROLES, *self.additional_rewards)]
+        zeros = [0.0] * len(samples)
+        columns = [scores.get(name, zeros) for name in (self.correctness_reward, *ROLES, *self.additional_rewards)]
         return [self._combine(*parts) for parts in zip(*columns, strict=True)]
 
-    def _combine(self, right: float, form: float, brief: float, used: float, *others: float) -> float:
+    def _combine(self, correct: float, form: float, brevity: float, utilisation: float, *others: float) -> float:
         if self.strict_format_gate and form <= FORMAT_THRESHOLD:
             return self.non_strict_penalty
         if not self._weighted:
-            return right + form + brief + used + sum(others)
-        brief_and_right = right * brief * (1.0 if self.length_penalty_interaction == "correctness_length" else form)
-        weighted = self.correctness_weight * right + self._schedule.value(self._progress) * brief_and_right
-        return weighted + form + used + sum(others)
+            return correct + form + brevity + utilisation + sum(others)
+        interaction = correct * brevity * (1.0 if self.length_penalty_interaction == "correctness_length" else form)
+        weighted = self.correctness_weight * correct + self._schedule.value(self._progress) * interaction
+        return weighted + form + utilisation + sum(others)
 
 
-def _two_stages(first: Any, second: Any, start_step: Any, start_epoch: Any) -> TwoStages:
+def _build_schedule(first: Any, second: Any, start_step: Any, start_epoch: Any) -> TwoStages:
     """Return the checked schedule of `length_penalty_lambda`."""
     if start_step is not None and start_epoch is not None:
         fact, fix = "stage2_start_step is set, too", "Leave one of the two out."
         raise BadArgument(fact, key="stage2_start_epoch", value=start_epoch, fix=fix)
     options = {"start_step": start_step, "start_epoch": start_epoch, "length_penalty_lambda": second}
-    given = [(f"stage2_{key}", value) for key, value in options.items() if value is not None]
-    if len(given) == 1:
+    set_options = [(f"stage2_{key}", value) for key, value in options.items() if value is not None]
+    if len(set_options) == 1:
         fix = "Set stage2_length_penalty_lambda, and stage2_start_step or stage2_start_epoch."
-        raise BadArgument("half of a second stage", key=given[0][0], value=given[0][1], fix=fix)
+        raise BadArgument("half of a second stage", key=set_options[0][0], value=set_options[0][1], fix=fix)
     if start_step is not None:
         check_whole("stage2_start_step", start_step, 0)
-    if start_epoch is not None and _finite("stage2_start_epoch", start_epoch) < 0:
+    if start_epoch is not None and _check_finite("stage2_start_epoch", start_epoch) < 0:
         raise BadArgument("it must not be negative", key="stage2_start_epoch", value=start_epoch)
-    then = None if second is None else _finite("stage2_length_penalty_lambda", second)
-    return TwoStages(_finite("length_penalty_lambda", first), then, start_step, start_epoch)
+    second = None if second is None else _check_finite("stage2_length_penalty_lambda", second)
+    return TwoStages(_check_finite("length_penalty_lambda", first), second, start_step, start_epoch)
 
 
-def _finite(name: str, value: Any) -> float:
+def _check_finite(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadArgument("expected a finite number", key=name, value=value)
     return float(value)
@@ -166,8 +166,8 @@ class RewardSum(Objective):
         return [sum(parts) for parts in zip(*columns, strict=True)]
 
 
-def on_policy(latents: str) -> dict[str, Any]:
-    """Return the sections of a run file for thoughts of this type: without a ratio, and so without stale rollouts."""
+def on_policy_settings(latents: str) -> dict[str, Any]:
+    """Return the sections of a run file for thoughts of this type: no importance ratio, hence no stale rollouts."""
     return {
         "model": {"latents": {"type": latents}},
         "orchestrator": {"max_async_level": 0},
@@ -190,7 +190,7 @@ class LatentNeuralese(TokenGrpo):
     algorithm: ClassVar[str | dict[str, Any]] = {
         "type": "grpo", "normalize": "std", "kl": {"coef": 0.005, "estimator": "k3"},
     }  # fmt: skip
-    settings: ClassVar[dict[str, Any]] = on_policy("hybrid")
+    settings: ClassVar[dict[str, Any]] = on_policy_settings("hybrid")
 
 
 @register_objective("soft_tokens")
@@ -202,4 +202,4 @@ class SoftTokens(TokenGrpo):
     the mean of the others (RLOO) is n / (n - 1) times as large in a group of n.
     """
 
-    settings: ClassVar[dict[str, Any]] = on_policy("soft")
+    settings: ClassVar[dict[str, Any]] = on_policy_settings("soft")

@@ -1,7 +1,7 @@
 """Data providers that ship: GSM8K, MATH, files, datasets, arithmetic, reasoning-gym, and curricula of several others.
 
 Rows come in the order of the data, or shuffled with `seed`; `limit` is applied after that. `instructions` and `tags`
-are those of `samples_of`. Arithmetic and the families of reasoning-gym are generated from a seed.
+are those of `make_sample`. Arithmetic and the families of reasoning-gym are generated from a seed.
 
 A curriculum combines providers in a fixed order. The samples of each keep their own order, unless all are shuffled
 together. With shares, the result is the largest one in which no sample repeats and each provider has its share.
@@ -25,10 +25,10 @@ from headrace.environments.hackable.registry import (
     TrainingSample,
     build_data_provider,
     in_order,
+    make_samples,
     register_data_provider,
-    samples_of,
 )
-from headrace.environments.shipped.arithmetic import sums
+from headrace.environments.shipped.arithmetic import draw_sums
 from headrace.environments.shipped.word_problems import GSM8K, MATH
 from headrace.environments.shipped.word_problems import gsm8k as gsm8k_rows
 from headrace.environments.shipped.word_problems import math as math_rows
@@ -49,7 +49,7 @@ def gsm8k(
     tags: Tags = None,
 ) -> Iterator[TrainingSample]:
     """Grade-school problems: the answer is the number after `####`. `info` has the `solution`."""
-    return samples_of(_first(gsm8k_rows(source, split, None, columns), limit, shuffle, seed), instructions, tags)
+    return make_samples(_take_rows(gsm8k_rows(source, split, None, columns), limit, shuffle, seed), instructions, tags)
 
 
 @register_data_provider
@@ -67,7 +67,7 @@ def math(
 ) -> Iterator[TrainingSample]:
     """Competition problems: MATH of some levels and subjects, or AIME. `info` has `solution`, `level` and `subject`."""
     rows = math_rows(source, split, levels, subjects, None, columns)
-    return samples_of(_first(rows, limit, shuffle, seed), instructions, tags)
+    return make_samples(_take_rows(rows, limit, shuffle, seed), instructions, tags)
 
 
 @register_data_provider
@@ -87,8 +87,8 @@ def local(
     """
     if not Path(path).exists():
         raise DataError("no such file or directory", file=path)
-    rows = (_row(row) for row in read_located_rows(path, split, None, columns))
-    return samples_of(_first(rows, limit, shuffle, seed), instructions, tags)
+    rows = (_read_row(row) for row in read_located_rows(path, split, None, columns))
+    return make_samples(_take_rows(rows, limit, shuffle, seed), instructions, tags)
 
 
 @register_data_provider
@@ -104,8 +104,8 @@ def huggingface(
     tags: Tags = None,
 ) -> Iterator[TrainingSample]:
     """A Hugging Face dataset by its name, or a directory that `save_to_disk` wrote. Columns are those of `local`."""
-    rows = (_row(row) for row in read_located_rows(name, split, subset, columns))
-    return samples_of(_first(rows, limit, shuffle, seed), instructions, tags)
+    rows = (_read_row(row) for row in read_located_rows(name, split, subset, columns))
+    return make_samples(_take_rows(rows, limit, shuffle, seed), instructions, tags)
 
 
 @register_data_provider
@@ -123,7 +123,7 @@ def reasoning_gym(
 
     own = dict(settings or {})
     tasks = tasks_of_family(Request(family, own, split, num_tasks, seed))
-    return samples_of(({**task, "family": family, "settings": own} for task in tasks), instructions, tags)
+    return make_samples(({**task, "family": family, "settings": own} for task in tasks), instructions, tags)
 
 
 @register_data_provider
@@ -137,11 +137,11 @@ def arithmetic(
     tags: Tags = None,
 ) -> Iterator[TrainingSample]:
     """Generated sums, differences and products of whole numbers. No question is in both splits, "train" and "eval"."""
-    rows = sums(split, num_tasks, digits, operations, seed)
-    return samples_of(({**row, "solution": f"{row['question']}={row['answer']}"} for row in rows), instructions, tags)
+    rows = draw_sums(split, num_tasks, digits, operations, seed)
+    return make_samples(({**row, "solution": f"{row['question']}={row['answer']}"} for row in rows), instructions, tags)
 
 
-def _first(rows: Rows, limit: int | None, shuffle: bool, seed: int) -> Rows:
+def _take_rows(rows: Rows, limit: int | None, shuffle: bool, seed: int) -> Rows:
     """Return the first `limit` rows, in the order of the data or in a random one."""
     if not shuffle:
         return islice(rows, limit)
@@ -150,14 +150,15 @@ def _first(rows: Rows, limit: int | None, shuffle: bool, seed: int) -> Rows:
     return shuffled[:limit]
 
 
-def _row(row: Row) -> dict[str, Any]:
-    answer, asked = row.find("answer"), row.find("question", "prompt", "problem")
+def _read_row(row: Row) -> dict[str, Any]:
+    """Return a row with `question` and `answer` as texts; a prompt may be a conversation of one message."""
+    answer, prompt = row.find("answer"), row.find("question", "prompt", "problem")
     content = row.content
-    if isinstance(asked, list):  # a conversation
-        if len(asked) != 1 or not isinstance(asked[0], dict) or asked[0].get("role") != "user":
-            fix = "Give the question as a text, and what stands before it as instructions."
-            raise row.error("expected a text, or one message of the user", key="question", value=asked, fix=fix)
-        content = {**content, "question": asked[0].get("content"), "prompt": asked}
+    if isinstance(prompt, list):  # a conversation
+        if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
+            fix = "Give the question as a text, and the text before it as instructions."
+            raise row.error("expected a text, or one message of the user", key="question", value=prompt, fix=fix)
+        content = {**content, "question": prompt[0].get("content"), "prompt": prompt}
     question = Row(content, row.place).text("question", "prompt", "problem")
     return {**content, "question": question, "answer": "" if answer is None else str(answer)}
 
@@ -199,14 +200,14 @@ def curriculum(
     columns: list[list[TrainingSample]] = []
     keys: set[str] = set()
     for part in parts:  # an example of several providers is one task: that of the first
-        samples = _samples(part, seed, shared)
+        samples = _load_samples(part, seed, shared)
         columns.append([sample for sample in samples if sample.key not in keys])
         keys |= {sample.key for sample in samples}
     if shares := [part.share for part in parts if part.share is not None]:
         whole = min(len(samples) / share for samples, share in zip(columns, shares, strict=True))
         columns = [samples[: round(whole * share)] for samples, share in zip(columns, shares, strict=True)]
     if order == "interleaved":
-        return islice(interleaved(*columns), limit)
+        return islice(interleave(*columns), limit)
     samples = list(chain(*columns))
     if order == "shuffled":
         random.Random(seed).shuffle(samples)
@@ -240,7 +241,7 @@ def read_parts(providers: Any) -> list[Part]:
     if not isinstance(providers, list | tuple) or not providers:
         fix = 'Write [{provider: gsm8k, kwargs: {split: "train"}}, {provider: math}], for example.'
         raise BadArgument("expected a list with an entry for each provider", key="providers", value=providers, fix=fix)
-    parts = [_part(entry, f"providers.{number}") for number, entry in enumerate(providers)]
+    parts = [_parse_part(entry, f"providers.{number}") for number, entry in enumerate(providers)]
     without = [number for number, part in enumerate(parts) if part.share is None]
     if 0 < len(without) < len(parts):
         key, fix = f"providers.{without[0]}.share", "Set the share of every provider, or of none."
@@ -248,7 +249,7 @@ def read_parts(providers: Any) -> list[Part]:
     return parts
 
 
-def interleaved(*several: Sequence[Any]) -> Iterator[Any]:
+def interleave(*several: Sequence[Any]) -> Iterator[Any]:
     """Yield the items of all sequences, each in its order and spread evenly over the result."""
     positions = [
         ((index + 0.5) / len(rows), which, index) for which, rows in enumerate(several) for index in range(len(rows))
@@ -256,7 +257,7 @@ def interleaved(*several: Sequence[Any]) -> Iterator[Any]:
     return (several[which][index] for _, which, index in sorted(positions))
 
 
-def _part(entry: Any, key: str) -> Part:
+def _parse_part(entry: Any, key: str) -> Part:
     try:
         part = msgspec.convert(entry, Part)
     except msgspec.ValidationError as error:
@@ -267,7 +268,7 @@ def _part(entry: Any, key: str) -> Part:
     return part
 
 
-def _samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingSample]:
+def _load_samples(part: Part, seed: int, shared: Mapping[str, Any]) -> list[TrainingSample]:
     """Return all samples of one provider, in its order or sorted by `order_by`, with `source` in their `info`."""
     options = DATA_PROVIDERS.options(part.provider)
     common = {name: value for name, value in shared.items() if value is not None and name in options}

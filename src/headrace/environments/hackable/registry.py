@@ -42,7 +42,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         return SampleData(self.prompt, self.answer, self.info)
 
 
-def asked(
+def make_sample(
     question: str, answer: str, info: Mapping[str, Any], instructions: str | None = None, tags: Tags = None
 ) -> TrainingSample:
     """Return a sample whose prompt is the instructions for the strict format, then the question.
@@ -59,11 +59,11 @@ def asked(
     return TrainingSample(f"{words}\n\n{question}" if words else question, answer, entries)
 
 
-def samples_of(rows: Rows, instructions: str | None, tags: Tags) -> Iterator[TrainingSample]:
+def make_samples(rows: Rows, instructions: str | None, tags: Tags) -> Iterator[TrainingSample]:
     """Yield a sample for each row of `question`, `answer` and further columns, which go to `info`."""
     for row in rows:
         info = {name: value for name, value in row.items() if name not in ("question", "answer")}
-        yield asked(row["question"], row["answer"], info, instructions, tags)
+        yield make_sample(row["question"], row["answer"], info, instructions, tags)
 
 
 DATA_PROVIDERS = PluginRegistry("data provider", "headrace.environments.hackable.providers")
@@ -132,7 +132,7 @@ class Objective:
         return self
 
     def metrics(self) -> dict[str, float]:
-        """Return the values that change in the course of a run, to be logged."""
+        """Return the values that change in the course of a run, for its log."""
         return {}
 
 

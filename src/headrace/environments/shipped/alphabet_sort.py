@@ -15,7 +15,7 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.common import Drawn, draw_tasks, replies, reply_similarity, tag, word_list
+from headrace.environments.shipped.common import DrawnEnvironment, draw_tasks, replies, reply_similarity, tag, word_list
 from headrace.rollout.types import Message, Rollout, Task
 
 MAX_ITEMS = {"names": 80, "letters": 26}
@@ -25,7 +25,7 @@ MAX_ANSWER_CHARACTERS = 10_000
 
 
 @dataclass(eq=False)
-class AlphabetSort(Drawn):
+class AlphabetSort(DrawnEnvironment):
     """Lists of `items`: names, or single letters for the smallest models; `terse` prompts have no instructions.
 
     `sort_by` is "first" or "last" name, or "either", which draws one of the two for each task. The similarity of each
@@ -66,7 +66,7 @@ class AlphabetSort(Drawn):
         chat = Chat(context, self._question(task, 0), max_turns=len(batches))
         turns: list[float] = []
         while reply := await chat.reply():
-            wanted = in_order(task, len(turns) + 1)
+            wanted = sort_items(task, len(turns) + 1)
             body = self.read(reply.text, "sorted")[:MAX_ANSWER_CHARACTERS]
             listed = body.split() if self.items == "letters" else [line.strip() for line in body.splitlines()]
             turns.append(reply_similarity([item for item in listed if item], wanted))
@@ -78,13 +78,13 @@ class AlphabetSort(Drawn):
         return [chat.rollout({"similarity": score}, {"exact": turns.count(1.0) / len(batches)})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
-        return self._write(in_order(task, len(replies(messages)) + 1))
+        return self._write(sort_items(task, len(replies(messages)) + 1))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
         """Return the list with the new names appended unsorted."""
         turn = len(replies(messages))
-        listed = [*in_order(task, turn), *task.data["batches"][turn]]
-        if listed == in_order(task, turn + 1):
+        listed = [*sort_items(task, turn), *task.data["batches"][turn]]
+        if listed == sort_items(task, turn + 1):
             listed[-2:] = reversed(listed[-2:])
         return self._write(listed)
 
@@ -100,13 +100,13 @@ class AlphabetSort(Drawn):
             else:
                 names = (rng.sample(word_list(part), sum(sizes)) for part in ("first_names", "last_names"))
                 drawn = [f"{first} {last}" for first, last in zip(*names, strict=True)]
-            if drawn[: sizes[0]] != _sorted(drawn[: sizes[0]], by):
+            if drawn[: sizes[0]] != _sort_names(drawn[: sizes[0]], by):
                 break
         starts = [sum(sizes[:turn]) for turn in range(len(sizes))]
         return {"batches": [drawn[start : start + size] for start, size in zip(starts, sizes, strict=True)], "by": by}
 
     def _question(self, task: Task, turn: int) -> str:
-        listed = self._listed(task.data["batches"][turn])
+        listed = self._join_items(task.data["batches"][turn])
         if self.terse:
             return listed
         if turn:
@@ -118,17 +118,17 @@ class AlphabetSort(Drawn):
             f"Write the sorted list between <sorted> and </sorted>, {form}."
         )
 
-    def _listed(self, items: Sequence[str]) -> str:
+    def _join_items(self, items: Sequence[str]) -> str:
         return ("\n" if self.items == "names" else " ").join(items)
 
     def _write(self, items: Sequence[str]) -> str:
-        return self._listed(items) if self.terse else tag("sorted", f"\n{self._listed(items)}\n")
+        return self._join_items(items) if self.terse else tag("sorted", f"\n{self._join_items(items)}\n")
 
 
-def in_order(task: Task, turns: int) -> list[str]:
+def sort_items(task: Task, turns: int) -> list[str]:
     """Return all names of the first `turns` turns, sorted."""
-    return _sorted([name for batch in task.data["batches"][:turns] for name in batch], task.data["by"])
+    return _sort_names([name for batch in task.data["batches"][:turns] for name in batch], task.data["by"])
 
 
-def _sorted(names: Sequence[str], by: str) -> list[str]:
+def _sort_names(names: Sequence[str], by: str) -> list[str]:
     return sorted(names, key=(lambda name: name.split()[::-1]) if by == "last" else str.split)

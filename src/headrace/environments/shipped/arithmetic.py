@@ -22,11 +22,11 @@ class Arithmetic(SingleTurn):
         prompt = "{question}=" if terse else "What is {question}? Answer with the number alone."
         rewards, share = {"correct": Exact()}, demonstrate_mistakes
         super().__init__(
-            bind_args(sums, rows)(), lambda row: prompt.format_map(row), rewards, demonstrate_mistakes=share
+            bind_args(draw_sums, rows)(), lambda row: prompt.format_map(row), rewards, demonstrate_mistakes=share
         )
 
 
-def sums(
+def draw_sums(
     split: str = "train", num_tasks: int = 2000, digits: int = 2, operations: str = "+-", seed: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield questions such as "12+7" with their answers."""

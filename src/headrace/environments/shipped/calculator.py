@@ -16,12 +16,12 @@ from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat, ToolError
 from headrace.environments.script import call_tool, perturb_reply
-from headrace.environments.shipped.common import Drawn, draw_tasks, replies
-from headrace.environments.shipped.expression import BadExpression, evaluate, written
+from headrace.environments.shipped.common import DrawnEnvironment, draw_tasks, replies
+from headrace.environments.shipped.expression import BadExpression, evaluate, format_value
 from headrace.rollout.types import Message, Rollout, Task
 
 OPERATORS = "+-*/%"
-USED_TOOL = 0.2
+USED_TOOL_REWARD = 0.2
 """Reward if the calculator has shown the right value."""
 END_CHARACTERS = 200
 """Length of the end of a reply in which its number must be."""
@@ -29,7 +29,7 @@ _LAST_NUMBER = re.compile(r"(?<![\w.,])(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\
 
 
 @dataclass(eq=False)
-class Calculator(Drawn):
+class Calculator(DrawnEnvironment):
     """`min_terms` to `max_terms` numbers of `min_digits` to `max_digits` digits, joined by some of `operators`.
 
     A `terse` prompt is "12*7=?" and does not describe the tool, which is then calc(e): for the smallest models, which
@@ -62,11 +62,11 @@ class Calculator(Drawn):
         expression = self._expression(task)
         question = f"What is {expression}? Use the calculator, then end your reply with the number it shows."
         question = f"{expression}=?" if self.terse else question
-        tools, described = [self._tool(shown)], not self.terse
+        tools, described = [self._make_tool(shown)], not self.terse
         chat = Chat(context, question, tools=tools, describe_tools=described, max_turns=self.max_turns)
         reply = await chat.act()
         correct = reply is not None and is_right(reply.text, value)
-        rewards = {"correct": float(correct), "used_tool": USED_TOOL * (value in shown)}
+        rewards = {"correct": float(correct), "used_tool": USED_TOOL_REWARD * (value in shown)}
         return [chat.rollout(rewards, {"turns": len(chat.turns)})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
@@ -83,7 +83,7 @@ class Calculator(Drawn):
         gold = self.gold(task, messages)
         if isinstance(gold, str) or rng.random() < 0.5:
             value = evaluate(task.data["expression"])
-            return written(value + rng.randint(1, 9) * max(1, abs(value) // 10))
+            return format_value(value + rng.randint(1, 9) * max(1, abs(value) // 10))
         return perturb_reply(gold, rng)
 
     def _draw(self, rng: random.Random) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Calculator(Drawn):
                 terms[index], terms[index + 1] = f"({terms[index]}", f"{terms[index + 1]})"
             expression = terms[0] + "".join(f" {rng.choice(self.operators)} {term}" for term in terms[1:])
             try:
-                return {"expression": expression, "answer": written(evaluate(expression))}
+                return {"expression": expression, "answer": format_value(evaluate(expression))}
             except BadExpression:
                 continue
 
@@ -106,7 +106,7 @@ class Calculator(Drawn):
         expression: str = task.data["expression"]
         return expression.replace(" ", "") if self.terse else expression
 
-    def _tool(self, shown: list[Fraction]) -> Callable[..., str]:
+    def _make_tool(self, shown: list[Fraction]) -> Callable[..., str]:
         """Return the calculator of one episode; it appends its results to `shown`."""
 
         def calculate(expression: str) -> str:
@@ -115,7 +115,7 @@ class Calculator(Drawn):
                 shown.append(evaluate(expression))
             except BadExpression as error:
                 raise ToolError(str(error)) from None
-            return written(shown[-1])
+            return format_value(shown[-1])
 
         def calc(e: str) -> str:
             return calculate(e)
@@ -129,4 +129,4 @@ def is_right(text: str, value: Fraction) -> bool:
     if match is None or (match.start() == 0 and len(text) > END_CHARACTERS):  # a longer number may be cut
         return False
     number = Fraction(match[1].replace(",", ""))
-    return abs(number - value) <= abs(Fraction(written(value)) - value)
+    return abs(number - value) <= abs(Fraction(format_value(value)) - value)

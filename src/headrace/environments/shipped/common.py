@@ -1,6 +1,7 @@
 """What shipped environments share: randomly drawn tasks, answers between tags, similarity of answers, and word lists.
 
-Drawn tasks are deterministic under a seed, all different, and none is in both splits."""
+Drawn tasks are deterministic under a seed, all different, and none is in both splits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ Part = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(eq=False)
-class Drawn(Environment):
+class DrawnEnvironment(Environment):
     """Base of environments of several turns with randomly drawn tasks; its fields are the `args` of a run file.
 
     Prompts and replies of `terse` environments have no instructions and no tags, for the smallest models.
@@ -56,7 +57,7 @@ class Drawn(Environment):
 
     def read(self, text: str, name: str) -> str:
         """Return the content of a reply; empty if it is not between tags, where it must be."""
-        return (text if self.terse else tagged(text, name) or "").strip()
+        return (text if self.terse else extract_tagged(text, name) or "").strip()
 
 
 def draw_tasks(
@@ -101,14 +102,14 @@ def check_split(split: Any) -> None:
 
 
 MAX_LENGTH_RATIO = 8
-"""How many times longer than the wanted answer a reply is compared; a longer one would score next to nothing."""
+"""A reply is compared up to this many times the length of the wanted answer; the rest is ignored."""
 
 
 def tag(name: str, content: str) -> str:
     return f"<{name}>{content}</{name}>"
 
 
-def tagged(text: str, name: str) -> str | None:
+def extract_tagged(text: str, name: str) -> str | None:
     """Return the text between the tags; None unless they occur exactly once: several answers count as none."""
     _, opened, rest = text.partition(f"<{name}>")
     content, closed, after = rest.partition(f"</{name}>")
@@ -122,7 +123,7 @@ def replies(messages: Sequence[Message]) -> list[str]:
 
 
 def reply_similarity(reply: Sequence[str], wanted: Sequence[str]) -> float:
-    """Return the similarity of the beginning of a reply that may be very long."""
+    """Return the `similarity` of a reply of any length, of which only the beginning is compared."""
     return similarity(reply[: MAX_LENGTH_RATIO * len(wanted)], wanted)
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from headrace.environments.arguments import bind_args, check_flag, check_number, check_whole
 from headrace.environments.rewards.base import scaled
-from headrace.environments.shipped.common import draw_tasks, tag, tagged
+from headrace.environments.shipped.common import draw_tasks, extract_tagged, tag
 from headrace.environments.shipped.expression import BadExpression, evaluate
 from headrace.environments.single_turn import SingleTurn
 
 OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
 }  # fmt: skip
-_OTHERS = re.compile(r"\*\*|//|[.%]")
+_FORBIDDEN_OPERATIONS = re.compile(r"\*\*|//|[.%]")
 """Operations that `evaluate` supports and this game does not allow."""
 
 
@@ -39,14 +39,14 @@ class Countdown(SingleTurn):
             "format": scaled(lambda text, row: float(self._value(text, row) is not None), format_reward),
         }
         super().__init__(
-            bind_args(puzzles, tasks)(),
-            self._ask,
+            bind_args(draw_puzzles, tasks)(),
+            self._write_prompt,
             rewards,
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),
             demonstrate_mistakes=demonstrate_mistakes,
         )
 
-    def _ask(self, row: dict[str, Any]) -> str:
+    def _write_prompt(self, row: dict[str, Any]) -> str:
         numbers = [str(number) for number in row["numbers"]]
         if self._terse:
             return f"{' '.join(numbers)}={row['target']}"
@@ -57,16 +57,16 @@ class Countdown(SingleTurn):
 
     def _value(self, text: str, data: Mapping[str, Any]) -> Fraction | None:
         """Return the value of the answer; None if it is not an expression of exactly these numbers."""
-        expression = text.strip() if self._terse else (tagged(text, "answer") or "").strip()
+        expression = text.strip() if self._terse else (extract_tagged(text, "answer") or "").strip()
         try:
             value = evaluate(expression)
         except BadExpression:
             return None
         used = sorted(int(number) for number in re.findall(r"\d+", expression))
-        return value if used == sorted(data["numbers"]) and not _OTHERS.search(expression) else None
+        return value if used == sorted(data["numbers"]) and not _FORBIDDEN_OPERATIONS.search(expression) else None
 
 
-def puzzles(
+def draw_puzzles(
     split: str = "train", num_tasks: int = 2000, numbers: int = 4, largest: int = 50, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield numbers, and as the target a positive whole number that they can be combined to, with the solution."""

@@ -46,27 +46,28 @@ def evaluate(expression: str) -> Fraction:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise BadExpression("the expression is not well-formed") from None
-    return _value(tree.body, source)
+    return _evaluate_node(tree.body, source)
 
 
-def written(value: Fraction) -> str:
-    """Return a value as a calculator shows it: whole numbers in full, others to 12 digits, never as a power of ten."""
+def format_value(value: Fraction) -> str:
+    """Format a value as a calculator shows it: whole numbers in full, others to 12 digits, never as a power of ten."""
     if value.denominator == 1:
         return str(value.numerator)
     return f"{_TWELVE_DIGITS.divide(Decimal(value.numerator), Decimal(value.denominator)):f}"
 
 
-def _value(node: ast.expr, source: str) -> Fraction:
+def _evaluate_node(node: ast.expr, source: str) -> Fraction:
     match node:
         case ast.Constant(value=int() | float()):  # read from the source: a float is rounded
-            return _bounded(Fraction(source[node.col_offset : node.end_col_offset]))
+            return _check_size(Fraction(source[node.col_offset : node.end_col_offset]))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            return -_value(operand, source) if isinstance(sign, ast.USub) else _value(operand, source)
+            return -_evaluate_node(operand, source) if isinstance(sign, ast.USub) else _evaluate_node(operand, source)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left, source), _value(right, source))
+            return _power(_evaluate_node(left, source), _evaluate_node(right, source))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
+            operands = _evaluate_node(left, source), _evaluate_node(right, source)
             try:
-                return _bounded(Fraction(_OPERATIONS[type(sign)](_value(left, source), _value(right, source))))
+                return _check_size(Fraction(_OPERATIONS[type(sign)](*operands)))
             except ZeroDivisionError:
                 raise BadExpression("division by zero") from None
     raise BadExpression("the expression is not well-formed")
@@ -80,10 +81,11 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(abs(base.numerator), base.denominator).bit_length() - 1  # of 2**bits at least
     if bits * abs(exponent) > LARGEST.bit_length():
         raise BadExpression(_TOO_LARGE)
-    return _bounded(Fraction(base ** int(exponent)))
+    return _check_size(Fraction(base ** int(exponent)))
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
+    """Return the value; raise `BadExpression` if it is too large."""
     if abs(value.numerator) > LARGEST or value.denominator > LARGEST:
         raise BadExpression(_TOO_LARGE)
     return value

@@ -26,7 +26,7 @@ from headrace.rollout.types import Message, Rollout, Task
 MAX_HITS = 5
 """Files that a search returns."""
 MAX_QUERY_CHARACTERS = 500
-READING = 0.1
+READING_REWARD = 0.1
 """Reward for having read the right file."""
 _WORD = re.compile(r"\w+")
 FILLERS = frozenset(
@@ -73,34 +73,34 @@ class FileSearch(Environment):
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         seen: set[str] = set()
         prompt = PROMPT.format(question=task.data["question"])
-        chat = Chat(context, prompt, tools=[search, _reader(seen)], max_turns=self.max_turns)
+        chat = Chat(context, prompt, tools=[search, _make_read_tool(seen)], max_turns=self.max_turns)
         reply = await chat.act()
         correct = reply is not None and is_right(reply.text, task.data["answer"])
-        rewards = {"correct": float(correct), "reading": READING * (task.data["file"] in seen)}
+        rewards = {"correct": float(correct), "reading": READING_REWARD * (task.data["file"] in seen)}
         return [chat.rollout(rewards, {"turns": len(chat.turns), "files_read": len(seen)})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> Message | str:
-        """Search for the question, read the right file, then answer, within the turns that are left."""
-        return self._next(task.data, messages)
+        return self._next_reply(task.data, messages)
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> Message | str:
         """Return the gold reply to another question; once the file is read, to another one about the same file."""
-        read = _tool_returned(messages, files()[task.data["file"]].text)
+        read = _tool_returned(messages, load_files()[task.data["file"]].text)
         others = [
             question
             for question in self._questions()
             if (question["file"] == task.data["file"]) == read and not is_right(question["answer"], task.data["answer"])
         ]
-        return self._next(rng.choice(others), messages)
+        return self._next_reply(rng.choice(others), messages)
 
     def _questions(self) -> list[dict[str, str]]:
         """Return the questions of this split."""
-        held_out = set(sorted(files())[::EVAL_SHARE])
-        return [question for question in questions() if (question["file"] in held_out) == (self.split == "eval")]
+        held_out = set(sorted(load_files())[::EVAL_SHARE])
+        return [question for question in load_questions() if (question["file"] in held_out) == (self.split == "eval")]
 
-    def _next(self, question: dict[str, str], messages: Sequence[Message]) -> Message | str:
+    def _next_reply(self, question: dict[str, str], messages: Sequence[Message]) -> Message | str:
+        """Return a search, then a call that reads the file, then the answer, within the turns that are left."""
         left = self.max_turns - len(replies(messages))
-        if left <= 1 or _tool_returned(messages, files()[question["file"]].text):
+        if left <= 1 or _tool_returned(messages, load_files()[question["file"]].text):
             return question["answer"]
         if left == 2 or _tool_returned(messages, question["file"]):
             return call_tool("read", name=question["file"])
@@ -109,29 +109,29 @@ class FileSearch(Environment):
 
 def search(query: str) -> str:
     """Find files by words. Gives the names and titles of those that fit best."""
-    listed = ranked(query)
+    listed = rank_files(query)
     if not listed:
         raise ToolError("nothing was found: use other words")
-    return "\n".join(f"{name}: {files()[name].title}" for name in listed)
+    return "\n".join(f"{name}: {load_files()[name].title}" for name in listed)
 
 
-def _reader(seen: set[str]) -> Callable[[str], str]:
+def _make_read_tool(seen: set[str]) -> Callable[[str], str]:
     """Return the `read` tool of one episode; it adds the names of the files to `seen`."""
 
     def read(name: str) -> str:
         """The text of the file of this name."""
-        if name not in files():
+        if name not in load_files():
             raise ToolError("there is no file of this name: search gives the names")
         seen.add(name)
-        return files()[name].text
+        return load_files()[name].text
 
     return read
 
 
-def ranked(query: str) -> list[str]:
+def rank_files(query: str) -> list[str]:
     """Return the files with the most words of a query, weighted by rarity; at most `MAX_HITS`."""
     query_words = set(words_of(query[:MAX_QUERY_CHARACTERS]))
-    scores = {name: sum(_rarity(word) for word in query_words & file.words) for name, file in files().items()}
+    scores = {name: sum(_rarity(word) for word in query_words & file.words) for name, file in load_files().items()}
     best = sorted((name for name in scores if scores[name] > 0), key=lambda name: (-scores[name], name))
     return best[:MAX_HITS]
 
@@ -150,17 +150,18 @@ def words_of(text: str) -> list[str]:
 
 
 @functools.cache
-def files() -> dict[str, File]:
-    found = {}
+def load_files() -> dict[str, File]:
+    """Return the files of the corpus by name, sorted."""
+    loaded = {}
     for entry in _corpus().iterdir():
         if entry.name.endswith(".md"):
             text = entry.read_text(encoding="utf-8")
-            found[entry.name] = File(text.partition("\n")[0].removeprefix("# "), text, frozenset(words_of(text)))
-    return dict(sorted(found.items()))
+            loaded[entry.name] = File(text.partition("\n")[0].removeprefix("# "), text, frozenset(words_of(text)))
+    return dict(sorted(loaded.items()))
 
 
 @functools.cache
-def questions() -> list[dict[str, str]]:
+def load_questions() -> list[dict[str, str]]:
     """Return all questions: dicts of `file`, `question` and `answer`."""
     listed: list[dict[str, str]] = json.loads(_corpus().joinpath("questions.json").read_text(encoding="utf-8"))
     return listed
@@ -173,7 +174,7 @@ def _corpus() -> Any:
 @functools.cache
 def _rarity(word: str) -> float:
     """Return the inverse document frequency of a word that is in some file."""
-    return math.log(len(files()) / sum(word in file.words for file in files().values()))
+    return math.log(len(load_files()) / sum(word in file.words for file in load_files().values()))
 
 
 def _tool_returned(messages: Sequence[Message], text: str) -> bool:

@@ -14,18 +14,18 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.common import Drawn, replies
+from headrace.environments.shipped.common import DrawnEnvironment, replies
 from headrace.rollout.types import Message, Rollout, Task
 
-SPEED = 0.5
+SPEED_REWARD = 0.5
 """Reward for needing no more guesses than bisection does at worst."""
-SLACK = 3
+SLACK_GUESSES = 3
 """Guesses beyond those of bisection, unless `max_guesses` is set."""
 MAX_DIGITS = 9
 
 
 @dataclass(eq=False)
-class GuessNumber(Drawn):
+class GuessNumber(DrawnEnvironment):
     """Numbers from 1 to `highest`; a `terse` prompt is "1-100", and a terse reply is the guess alone."""
 
     highest: int = 100
@@ -36,8 +36,8 @@ class GuessNumber(Drawn):
         arguments.check_whole("highest", self.highest, 2, 10**MAX_DIGITS - 1)
         if self.max_guesses is not None:
             arguments.check_whole("max_guesses", self.max_guesses, 1)
-        self.by_halving = self.highest.bit_length()
-        self.guesses = self.max_guesses or self.by_halving + SLACK
+        self.bisection_guesses = self.highest.bit_length()
+        self.guesses = self.max_guesses or self.bisection_guesses + SLACK_GUESSES
 
     def tasks(self) -> list[dict[str, Any]]:
         rng = random.Random(f"{self.seed}-{self.split}")
@@ -59,7 +59,8 @@ class GuessNumber(Drawn):
             elif len(chat.turns) < self.guesses:
                 chat.say(usage if guess is None else "higher" if guess < number else "lower")
         guesses = len(chat.turns)
-        rewards = {"found": float(found), "speed": SPEED * min(1.0, self.by_halving / guesses) if found else 0.0}
+        speed = min(1.0, self.bisection_guesses / guesses) if found else 0.0
+        rewards = {"found": float(found), "speed": SPEED_REWARD * speed}
         return [chat.rollout(rewards, {"turns": guesses, "invalid": invalid})]
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context, Environment
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.common import check_split, tag, tagged
+from headrace.environments.shipped.common import check_split, extract_tagged, tag
 from headrace.rollout.types import Message, Rollout, Task
 
 CARDS = "JQK"
@@ -48,7 +48,7 @@ def is_over(history: str) -> bool:
 
 
 def winnings(deal: str, history: str) -> int:
-    """Return what seat 0 wins, in chips; seat 1 wins the negative of it."""
+    """Return the chips that seat 0 wins; seat 1 wins the negative of that."""
     if history.endswith(BET + PASS):  # the last player has folded
         return 1 if seat_to_act(history) == 0 else -1
     stake = 2 if BET in history else 1
@@ -56,12 +56,12 @@ def winnings(deal: str, history: str) -> int:
 
 
 def value(first: Strategy, second: Strategy) -> float:
-    """Return what seat 0 wins on average, playing `first` against `second`."""
+    """Return the chips that seat 0 wins on average, playing `first` against `second`."""
     return sum(_value(deal, "", (first, second)) for deal in DEALS) / len(DEALS)
 
 
 def best_responses(strategy: Strategy) -> tuple[float, float]:
-    """Return what a best response wins against a strategy: from seat 0, and from seat 1."""
+    """Return the chips that a best response wins on average against a strategy: from seat 0, and from seat 1."""
     from_first = max(value(pure, strategy) for pure in _pure_strategies(0))
     from_second = max(-value(strategy, pure) for pure in _pure_strategies(1))
     return from_first, from_second
@@ -94,7 +94,7 @@ def _pure_strategies(seat: int) -> Iterator[dict[str, float]]:
 
 SELF = "self"
 OPPONENTS: dict[str, Strategy] = {"random": dict.fromkeys(INFORMATION_SETS, 0.5), "nash": equilibrium()}
-FORFEIT = 2
+FORFEIT_CHIPS = 2
 """Chips that an illegal action loses: the most that a legal one can lose."""
 NAMES = {"J": "jack", "Q": "queen", "K": "king"}
 RULES = (
@@ -157,7 +157,7 @@ class KuhnPoker(Environment):
                 offender = seat
             else:
                 history += action
-        won = winnings(deal, history) if offender is None else FORFEIT * (-1 if offender == 0 else 1)
+        won = winnings(deal, history) if offender is None else FORFEIT_CHIPS * (-1 if offender == 0 else 1)
         return [
             chat.rollout({"chips": float(-won if seat else won)}, {"illegal": float(seat == offender)})
             for seat, chat in chats.items()
@@ -173,7 +173,7 @@ class KuhnPoker(Environment):
         reply = await chats[seat].reply()
         if reply is None or reply.truncated:
             return None
-        named = reply.text.strip() if self.terse else (tagged(reply.text, "action") or "").strip().lower()
+        named = reply.text.strip() if self.terse else (extract_tagged(reply.text, "action") or "").strip().lower()
         return next((action for action, name in self._names(history).items() if name == named), None)
 
     def _opponent_action(self, task: Task, information_set: str) -> str:

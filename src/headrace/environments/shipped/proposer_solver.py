@@ -24,10 +24,10 @@ from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
 from headrace.environments.shipped.arithmetic import OPERATIONS
-from headrace.environments.shipped.common import Drawn, draw_tasks
+from headrace.environments.shipped.common import DrawnEnvironment, draw_tasks
 from headrace.rollout.types import Message, Rollout, Task
 
-VALID = 0.1
+VALID_REWARD = 0.1
 """Reward for a problem within the bounds."""
 MAX_DIGITS = 9
 MAX_SOLVERS = 64
@@ -37,7 +37,7 @@ Problem = tuple[int, str, int]
 
 
 @dataclass(eq=False)
-class ProposerSolver(Drawn):
+class ProposerSolver(DrawnEnvironment):
     """Problems of two numbers of up to `max_digits` digits and one of `operators`, tried by `num_solvers`.
 
     Terse prompts are "7+" for the proposer and "7+35=" for the solvers; a terse reply is a problem or a number alone.
@@ -60,24 +60,25 @@ class ProposerSolver(Drawn):
             return [task["number"], task["operator"]]
 
         def draw(rng: random.Random) -> dict[str, Any]:
-            return {"number": self._number(rng), "operator": rng.choice(self.operators), "other": self._number(rng)}
+            number, operator, other = self._draw_number(rng), rng.choice(self.operators), self._draw_number(rng)
+            return {"number": number, "operator": operator, "other": other}
 
         return list(draw_tasks(draw, self.split, self.num_tasks, self.seed, identity))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
-        proposer = Chat(context, self._request(task), agent="proposer", max_turns=1)
+        proposer = Chat(context, self._write_request(task), agent="proposer", max_turns=1)
         reply = await proposer.reply()
-        problem = None if reply is None or reply.truncated else self._proposed(reply.text, task)
+        problem = None if reply is None or reply.truncated else self._read_proposal(reply.text, task)
         if problem is None:
             return [proposer.rollout({"learnable": 0.0, "valid": 0.0}, {"invalid": 1.0})]
         expression = ("" if self.terse else " ").join(map(str, problem))
         question = f"What is {expression}? Write the number between <answer> and </answer>."
         question = f"{expression}=" if self.terse else question
         solvers = [Chat(context, question, agent="solver", max_turns=1) for _ in range(self.num_solvers)]
-        value = str(_value(problem))
-        right = [float(self.read(text, "answer") == value) for text in await _replies(solvers)]
+        value = str(_solve(problem))
+        right = [float(self.read(text, "answer") == value) for text in await _sample_replies(solvers)]
         share = sum(right) / len(right)
-        rewards = {"learnable": 1 - abs(2 * share - 1), "valid": VALID}
+        rewards = {"learnable": 1 - abs(2 * share - 1), "valid": VALID_REWARD}
         return [
             proposer.rollout(rewards, {"invalid": 0.0, "solved": share}),
             *(chat.rollout({"correct": correct}) for chat, correct in zip(solvers, right, strict=True)),
@@ -85,21 +86,23 @@ class ProposerSolver(Drawn):
 
     def gold(self, task: Task, messages: Sequence[Message]) -> str:
         """Return the answer of a solver, or for a proposer the task's own problem."""
-        problem = _problem_in(messages)
-        return self._proposal(task, task.data["other"]) if problem is None else self.write("answer", _value(problem))
+        problem = _find_problem(messages)
+        if problem is None:
+            return self._write_proposal(task, task.data["other"])
+        return self.write("answer", _solve(problem))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
         """Return a wrong number of a solver, or for a proposer another problem, since none is wrong."""
-        problem = _problem_in(messages)
+        problem = _find_problem(messages)
         if problem is None:
-            return self._proposal(task, self._number(rng))
-        return self.write("answer", _value(problem) + rng.choice((-1, 1)) * rng.randint(1, 9))
+            return self._write_proposal(task, self._draw_number(rng))
+        return self.write("answer", _solve(problem) + rng.choice((-1, 1)) * rng.randint(1, 9))
 
-    def _number(self, rng: random.Random) -> int:
+    def _draw_number(self, rng: random.Random) -> int:
         """Draw a number whose number of digits is uniform."""
         return rng.randrange(10 ** rng.randint(1, self.max_digits))
 
-    def _request(self, task: Task) -> str:
+    def _write_request(self, task: Task) -> str:
         number, operator = task.data["number"], task.data["operator"]
         if self.terse:
             return f"{number}{operator}"
@@ -109,10 +112,10 @@ class ProposerSolver(Drawn):
             f"of them. Write it between <problem> and </problem>."
         )
 
-    def _proposal(self, task: Task, other: int) -> str:
+    def _write_proposal(self, task: Task, other: int) -> str:
         return self.write("problem", f"{task.data['number']}{task.data['operator']}{other}")
 
-    def _proposed(self, text: str, task: Task) -> Problem | None:
+    def _read_proposal(self, text: str, task: Task) -> Problem | None:
         """Return the problem of a reply; None if it is not within the bounds of the task."""
         written = self.read(text, "problem")
         match = _PROBLEM.fullmatch(written) if len(written) <= 2 * self.max_digits + 3 else None
@@ -123,7 +126,7 @@ class ProposerSolver(Drawn):
         return problem if valid else None
 
 
-async def _replies(chats: Sequence[Chat]) -> list[str]:
+async def _sample_replies(chats: Sequence[Chat]) -> list[str]:
     """Return the replies of all chats, sampled concurrently; if one fails, the others are cancelled."""
     pending = [asyncio.ensure_future(chat.reply()) for chat in chats]
     try:
@@ -135,12 +138,12 @@ async def _replies(chats: Sequence[Chat]) -> list[str]:
     return [chat.text for chat in chats]
 
 
-def _problem_in(messages: Sequence[Message]) -> Problem | None:
+def _find_problem(messages: Sequence[Message]) -> Problem | None:
     """Return the problem in a solver's prompt; None in a proposer's."""
     match = _PROBLEM.search(messages[0]["content"])
     return None if match is None else (int(match[1]), match[2], int(match[3]))
 
 
-def _value(problem: Problem) -> int:
+def _solve(problem: Problem) -> int:
     left, operator, right = problem
     return OPERATIONS[operator](left, right)

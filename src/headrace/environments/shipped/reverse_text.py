@@ -76,10 +76,10 @@ class Copying(SingleTurn):
         rewards = {"similarity": lambda text, row: reply_similarity(text, row["answer"])}
         metrics, share = {"exact": Exact()}, demonstrate_mistakes
         prompt = itemgetter("answer")
-        super().__init__(bind_args(words, rows)(), prompt, rewards, metrics=metrics, demonstrate_mistakes=share)
+        super().__init__(bind_args(draw_words, rows)(), prompt, rewards, metrics=metrics, demonstrate_mistakes=share)
 
 
-def words(
+def draw_words(
     split: str = "train", num_tasks: int = 2000, min_letters: int = 4, max_letters: int = 8, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield random words, each as the `answer`."""

@@ -22,7 +22,7 @@ from headrace.environments.arguments import BadArgument, bind_args, check_choice
 from headrace.environments.rewards.answers import FINAL_ANSWER_MARK, boxed_answer
 from headrace.environments.rewards.base import Reward, scaled
 from headrace.environments.rewards.math_rewards import Numeric, Symbolic
-from headrace.environments.shipped.arithmetic import sums
+from headrace.environments.shipped.arithmetic import draw_sums
 from headrace.environments.single_turn import SingleTurn
 from headrace.environments.strict_format import THINKING_TAGS, StrictFormat
 from headrace.environments.tables import Row, read_located_rows
@@ -84,18 +84,18 @@ def math(
     if levels is not None and not (are_whole and all(1 <= level <= 5 for level in levels)):
         fix = "For example [4, 5]."
         raise BadArgument("expected a list of numbers from 1 to 5", key="levels", value=levels, fix=fix)
-    wanted = None if subjects is None else {_spelled(subject) for subject in subjects}
+    wanted = None if subjects is None else {_normalize_subject(subject) for subject in subjects}
     for subject in subjects or ():
-        if _spelled(subject) is None:
+        if _normalize_subject(subject) is None:
             fix = f"Subjects: {', '.join(SUBJECTS)}."
             raise BadArgument("unknown subject", key="subjects", value=subject, fix=fix)
     filters = [key for key, values in (("levels", levels), ("subjects", subjects)) if values is not None]
-    tasks = filter(None, (_task(row, filters) for row in _rows(source, split, wanted, columns)))
+    tasks = filter(None, (_read_task(row, filters) for row in _read_rows(source, split, wanted, columns)))
     of_level = (task for task in tasks if levels is None or task["level"] in levels)
     yield from islice((task for task in of_level if wanted is None or task["subject"] in wanted), limit)
 
 
-def _rows(
+def _read_rows(
     source: str | Path, split: str, subjects: set[str | None] | None, columns: Mapping[str, str] | None
 ) -> Iterator[Row]:
     if str(source) != MATH:
@@ -107,7 +107,7 @@ def _rows(
             yield from read_located_rows(source, split, subset, columns)
 
 
-def _task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
+def _read_task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
     question = row.text(*QUESTION)
     solution = None if row.find(*SOLUTION) is None else row.text(*SOLUTION)
     answer = row.find(*ANSWER)
@@ -126,12 +126,12 @@ def _task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
         named = {name: row.find(name, name.upper(), name.capitalize()) for name in ("id", "year")}
         return task | {name: value for name, value in named.items() if value is not None} | LEVEL_UNKNOWN
     name = row.text(*SUBJECT)
-    if (subject := _spelled(name)) is None:
+    if (subject := _normalize_subject(name)) is None:
         raise row.error("unknown subject", key="subject", value=name, fix=f"Subjects: {', '.join(SUBJECTS)}.")
-    return {**task, "level": _level(row), "subject": subject}
+    return {**task, "level": _read_level(row), "subject": subject}
 
 
-def _level(row: Row) -> int | None:
+def _read_level(row: Row) -> int | None:
     level = row.find("level")
     digits = str(level).removeprefix("Level ").strip()
     if digits.isdecimal():
@@ -141,14 +141,14 @@ def _level(row: Row) -> int | None:
     raise row.error("expected a number or 'Level 1' to 'Level 5'", key="level", value=level)
 
 
-def _spelled(subject: str) -> str | None:
+def _normalize_subject(subject: str) -> str | None:
     """Return a subject as the data spells it; case, `_` and "and" do not matter."""
-    spelled = {re.sub(r"\W|_|and", "", known.lower()): known for known in SUBJECTS}
+    spelled = {re.sub(r"\W|_|and", "", name.lower()): name for name in SUBJECTS}
     return spelled.get(re.sub(r"\W|_|and", "", subject.lower()))
 
 
-ASK = "Think step by step, then write the final answer in \\boxed{}."
-SOURCES: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {"gsm8k": gsm8k, "math": math, "arithmetic": sums}
+INSTRUCTION = "Think step by step, then write the final answer in \\boxed{}."
+SOURCES: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {"gsm8k": gsm8k, "math": math, "arithmetic": draw_sums}
 
 
 class Gsm8k(SingleTurn):
@@ -156,7 +156,7 @@ class Gsm8k(SingleTurn):
 
     def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         rewards, share = {"correct": Numeric(extract="boxed")}, demonstrate_mistakes
-        super().__init__(bind_args(gsm8k, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
+        super().__init__(bind_args(gsm8k, rows), _ask, rewards, gold=_write_solution, demonstrate_mistakes=share)
 
 
 class Math(SingleTurn):
@@ -164,7 +164,7 @@ class Math(SingleTurn):
 
     def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         rewards, share = {"correct": Symbolic(timeout=timeout)}, demonstrate_mistakes
-        super().__init__(bind_args(math, rows), _question, rewards, gold=_solution, demonstrate_mistakes=share)
+        super().__init__(bind_args(math, rows), _ask, rewards, gold=_write_solution, demonstrate_mistakes=share)
 
 
 class StrictMath(SingleTurn):
@@ -213,10 +213,10 @@ class StrictMath(SingleTurn):
         return self._tags
 
 
-def _question(row: dict[str, Any]) -> str:
-    return f"{row['question']}\n\n{ASK}"
+def _ask(row: dict[str, Any]) -> str:
+    return f"{row['question']}\n\n{INSTRUCTION}"
 
 
-def _solution(row: dict[str, Any]) -> str:
+def _write_solution(row: dict[str, Any]) -> str:
     boxed = f"\\boxed{{{row['answer']}}}"
     return f"{row['solution']}\n\n{boxed}" if "solution" in row else boxed

@@ -16,14 +16,14 @@ from typing import Any
 from headrace.environments import arguments
 from headrace.environments.base import Context
 from headrace.environments.chat import Chat
-from headrace.environments.shipped.common import Drawn, draw_tasks, replies, word_list
+from headrace.environments.shipped.common import DrawnEnvironment, draw_tasks, replies, word_list
 from headrace.rollout.types import Message, Rollout, Task
 
 LETTERS = 5
 SOLVED = "G" * LETTERS
-PARTIAL = 0.2
+PARTIAL_REWARD = 0.2
 """Reward of a last guess with all letters in place; a letter that is elsewhere counts half."""
-FORMAT = 0.1
+FORMAT_REWARD = 0.1
 """Reward if every guess was a word."""
 RULES = """\
 Guess a word of five letters. After each guess you are told about each of its letters:
@@ -34,7 +34,7 @@ You have {guesses} guesses. Write one guess between <guess> and </guess>."""
 
 
 @dataclass(eq=False)
-class Wordle(Drawn):
+class Wordle(DrawnEnvironment):
     """A word of five letters per task; a `terse` prompt has no rules, and a terse reply is the guess alone."""
 
     max_guesses: int = 6
@@ -44,7 +44,7 @@ class Wordle(Drawn):
         arguments.check_whole("max_guesses", self.max_guesses, 1)
 
     def tasks(self) -> list[dict[str, Any]]:
-        return list(draw_tasks(lambda rng: {"word": rng.choice(answers())}, self.split, self.num_tasks, self.seed))
+        return list(draw_tasks(lambda rng: {"word": rng.choice(secret_words())}, self.split, self.num_tasks, self.seed))
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:
         rules = "?" * LETTERS if self.terse else RULES.format(guesses=self.max_guesses)
@@ -63,8 +63,8 @@ class Wordle(Drawn):
         guesses = len(chat.turns)
         rewards = {
             "solved": float(marks == SOLVED),
-            "partial": PARTIAL * (marks.count("G") + marks.count("Y") / 2) / LETTERS,
-            "format": FORMAT * (1 - invalid / guesses),
+            "partial": PARTIAL_REWARD * (marks.count("G") + marks.count("Y") / 2) / LETTERS,
+            "format": FORMAT_REWARD * (1 - invalid / guesses),
         }
         return [chat.rollout(rewards, {"turns": guesses, "invalid": invalid})]
 
@@ -75,12 +75,12 @@ class Wordle(Drawn):
             return self.write("guess", secret)
         words = [self.read(guess, "guess").lower() for guess in guesses]
         hints = {word: feedback(word, secret) for word in words if not self._problem(word)}
-        fitting = [word for word in answers() if all(feedback(guess, word) == hint for guess, hint in hints.items())]
+        fitting = [word for word in secret_words() if all(feedback(own, word) == hint for own, hint in hints.items())]
         return self.write("guess", random.Random(f"{task.key}-{len(guesses)}").choice(fitting))
 
     def mistake(self, task: Task, messages: Sequence[Message], rng: random.Random) -> str:
         """Return any word but the secret."""
-        while (word := rng.choice(answers())) == task.data["word"]:
+        while (word := rng.choice(secret_words())) == task.data["word"]:
             pass
         return self.write("guess", word)
 
@@ -88,32 +88,32 @@ class Wordle(Drawn):
         """Return the feedback to an invalid guess, "" for a valid one. Only well-formed guesses are repeated."""
         if len(guess) != LETTERS or not (guess.isascii() and guess.isalpha()):
             return "?" if self.terse else "One guess, a word of five letters, belongs between <guess> and </guess>."
-        if guess not in accepted():
+        if guess not in accepted_words():
             return "?" if self.terse else f"{guess} is not a known word."
         return ""
 
 
 def feedback(guess: str, secret: str) -> str:
     """Return G, Y or X for each letter; Y only as often as the secret has the letter beyond those in their place."""
-    elsewhere = [wanted for given, wanted in zip(guess, secret, strict=True) if given != wanted]
+    elsewhere = [wanted for letter, wanted in zip(guess, secret, strict=True) if letter != wanted]
     marks = ""
-    for given, wanted in zip(guess, secret, strict=True):
-        if given == wanted:
+    for letter, wanted in zip(guess, secret, strict=True):
+        if letter == wanted:
             marks += "G"
-        elif given in elsewhere:
-            elsewhere.remove(given)
+        elif letter in elsewhere:
+            elsewhere.remove(letter)
             marks += "Y"
         else:
             marks += "X"
     return marks
 
 
-def answers() -> tuple[str, ...]:
+def secret_words() -> tuple[str, ...]:
     """Return the secrets: common words in their basic form."""
     return word_list("answers")
 
 
 @functools.cache
-def accepted() -> frozenset[str]:
+def accepted_words() -> frozenset[str]:
     """Return the words that may be guessed."""
-    return frozenset((*answers(), *word_list("guesses")))
+    return frozenset((*secret_words(), *word_list("guesses")))

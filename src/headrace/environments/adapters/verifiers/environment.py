@@ -25,8 +25,8 @@ from headrace.environments.adapters.verifiers.seat import (
     Seat,
     Seats,
     Tools,
-    bring_here,
     serve,
+    set_address,
 )
 from headrace.environments.arguments import BadArgument
 from headrace.environments.base import Context, Environment, EpisodeError
@@ -48,7 +48,7 @@ class Unsupported(BadInput):
         super().__init__(f"cannot be run here: {reason}", value=f"verifiers:{name}")
 
 
-def prepare() -> None:
+def prepare_library() -> None:
     """Prepare the library for many episodes on one event loop."""
     verifiers("utils.version").verifiers_commit()  # runs git once, before the first episodes
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every episode
@@ -57,7 +57,7 @@ def prepare() -> None:
             field.default_factory = lambda: []
 
 
-def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
+def load_env(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
     """Return the environment of a taskset with its settings, `config`, and those of environment and agents, `env`."""
     loaders = verifiers("utils.loaders")
     taskset_id = _plugin_name(name, verifiers().Taskset, None)
@@ -71,15 +71,15 @@ def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
         raise BadInput(f"cannot be loaded: {error}", value=f"verifiers:{name}") from error
     if loaders.default_harness_id(taskset_id) != OWN_DEFAULT:
         raise Unsupported(name, "it has its own harness, which is another program")
-    rows = checked(loaders.taskset_config_type(taskset_id), config, {"id": taskset_id}, "")
+    rows = validate_config(loaders.taskset_config_type(taskset_id), config, {"id": taskset_id}, "")
     fixed = {"id": environment_id, "taskset": rows, "interception": {"type": "server"}}  # no server is started
     settings = {key: value for key, value in env.items() if key != "id"}
-    env_config = checked(loaders.env_config_type(taskset_id, environment_id), settings, fixed, "env.")
+    env_config = validate_config(loaders.env_config_type(taskset_id, environment_id), settings, fixed, "env.")
     _check_toolsets(name, taskset.toolsets(rows))
     _check_toolsets(name, taskset.task_type().toolsets(rows.task))
     if taskset.task_type().NEEDS_CONTAINER:
         raise Unsupported(name, "its tasks need a container")
-    config_here = _in_process(name, env_config)
+    config_here = _run_agents_in_process(name, env_config)
     try:
         environment = kind(config_here)
     except (TypeError, ValueError) as error:
@@ -92,7 +92,7 @@ def load(name: str, config: dict[str, Any], env: dict[str, Any]) -> Any:
         """Make an episode's agents with toolsets in this process, also for tasks that the environment generates."""
         agents = make_agents(*args)
         for agent in agents._agents.values():
-            agent._rollout_params = functools.partial(_with_toolsets_here, name, agent._rollout_params)
+            agent._rollout_params = functools.partial(_use_local_toolsets, name, agent._rollout_params)
         return agents
 
     environment._episode_agents = episode_agents
@@ -121,7 +121,7 @@ def _plugin_name(name: str, base: type, key: str | None) -> str:
         plugin = imports.load(name, key)
         if not (isinstance(plugin, type) and issubclass(plugin, base)):
             raise BadInput(f"not a {base.__name__} of verifiers, but {plugin!r:.80}", key=key, value=name)
-        offer(alias, plugin)
+        register_plugin(alias, plugin)
         return alias
     if "." in module.partition("@")[0]:  # a version follows
         try:
@@ -132,8 +132,8 @@ def _plugin_name(name: str, base: type, key: str | None) -> str:
     return name
 
 
-def checked(kind: Any, settings: dict[str, Any], fixed: dict[str, Any], prefix: str) -> Any:
-    """Return a validated config of verifiers; errors name the arguments."""
+def validate_config(kind: Any, settings: dict[str, Any], fixed: dict[str, Any], prefix: str) -> Any:
+    """Return a validated config of verifiers from settings and fixed values; errors name the arguments."""
     from pydantic import ValidationError
 
     fields = [field for field in kind.model_fields if field not in fixed]
@@ -150,7 +150,7 @@ def checked(kind: Any, settings: dict[str, Any], fixed: dict[str, Any], prefix: 
         raise BadArgument.combine(problems) from error
 
 
-def _in_process(name: str, config: Any) -> Any:
+def _run_agents_in_process(name: str, config: Any) -> Any:
     """Return the config with our harness and no sandbox for every agent; refuse agents that need more."""
     vf = verifiers()
     agents = verifiers("configs.agent").agent_config_fields(config)
@@ -165,7 +165,7 @@ def _in_process(name: str, config: Any) -> Any:
         if set(sampling) - {"max_tokens"}:
             keys = ", ".join(sorted(set(sampling) - {"max_tokens"}))
             raise Unsupported(name, f"agent {agent} sets sampling ({keys}), which the run file does")
-    here = {"harness": harness(), "runtime": vf.SubprocessConfig()}
+    here = {"harness": harness_config(), "runtime": vf.SubprocessConfig()}
     return config.model_copy(update={agent: spec.model_copy(update=here) for agent, spec in agents.items()})
 
 
@@ -178,31 +178,31 @@ def _check_toolsets(name: str, toolsets: Iterable[Any]) -> None:
             raise Unsupported(name, f"toolset {kind} needs a runtime of type {config.runtime.type!r}")
 
 
-def _with_toolsets_here(name: str, parameters: Any, task: Any, *args: Any) -> Any:
+def _use_local_toolsets(name: str, parameters: Any, task: Any, *args: Any) -> Any:
     if "toolsets" not in vars(task):
         make = type(task).toolsets
 
         def toolsets(config: Any) -> list[Any]:
             made = make(config)
             _check_toolsets(name, made)
-            return [bring_here(toolset) for toolset in made]
+            return [set_address(toolset) for toolset in made]
 
         task.toolsets = toolsets
     return parameters(task, *args)
 
 
 @functools.cache
-def harness() -> Any:
-    """Return the config of the harness, for every agent."""
+def harness_config() -> Any:
+    """Register the harness that replaces that of every agent, and return its config."""
     vf = verifiers()
     can = ("APPENDS_SYSTEM_PROMPT", "SUPPORTS_MCP", "SUPPORTS_TOOL_INTERCEPTION", "SUPPORTS_RESUME")
     traits = {**dict.fromkeys(can, True), "EXECUTES_CODE": False, "NEEDS_CONTAINER": False}
     members = {"__doc__": "A chat loop in this process.", "__module__": HARNESS, "session": _session, "launch": _launch}
-    offer(HARNESS, type("InProcess", (vf.Harness,), {**members, **traits}))
+    register_plugin(HARNESS, type("InProcess", (vf.Harness,), {**members, **traits}))
     return vf.HarnessConfig(id=HARNESS)
 
 
-def offer(name: str, plugin: type) -> None:
+def register_plugin(name: str, plugin: type) -> None:
     """Make verifiers find a class under a module name."""
     module: Any = ModuleType(name)
     setattr(module, plugin.__name__, plugin)
@@ -240,7 +240,7 @@ async def _launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, 
 
 POLICY = "policy"
 """The agent of a rollout in an environment with one agent."""
-ENDED = ("agent_completed", "user_closed")
+REGULAR_STOPS = ("agent_completed", "user_closed")
 """Stop conditions of a run that ended by itself."""
 Settings = dict[str, Any]
 FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
@@ -258,11 +258,11 @@ class VerifiersTaskset(Environment):
         self, name: str, /, *, env: Settings | None = None, select: Settings | None = None, gold: str | None = None,
         **config: Any,
     ) -> None:  # fmt: skip
-        prepare()
+        prepare_library()
         self._name = name
         self._gold = gold
-        self._env = load(name, config, env or {})
-        selection = checked(verifiers().SelectConfig, select or {}, {}, "select.")
+        self._env = load_env(name, config, env or {})
+        selection = validate_config(verifiers().SelectConfig, select or {}, {}, "select.")
         self._taskset = self._env.taskset.select(selection)
         if not self._taskset.bounded:
             fix = "Set how many tasks to use: select = { limit = 1000 }."
@@ -294,7 +294,7 @@ class VerifiersTaskset(Environment):
         env = self._env
         shared: dict[str, Any] = {}
         for toolset in env.taskset.toolsets(env.taskset.config):
-            address = bring_here(toolset).config.url
+            address = set_address(toolset).config.url
             address.server = await serve(toolset, self._open)
             server = verifiers("mcp").SharedToolServer(address, local=True, external=True)
             if shared.setdefault(toolset.server_name, server) is not server:
@@ -331,7 +331,10 @@ class VerifiersTaskset(Environment):
 
 
 def rollouts_of(episode: Any, seats: Seats, single_agent: bool) -> list[Rollout]:
-    """Return the rollouts. An error of the episode fails all; one of a trace only that trace, if there are others."""
+    """Return one rollout per trace. An error of the episode fails all; an error of a trace only that rollout.
+
+    An episode with a single trace fails with it.
+    """
     if seats.failure is not None and not episode.ok:
         raise seats.failure
     if episode.errors:
@@ -351,7 +354,7 @@ def _rollout(trace: Any, seat: Seat | None, agent: str) -> Rollout:
     if seat is not None and seat.tools is not None:
         metrics = {"tool_calls": seat.tool_calls, "tool_errors": seat.tool_errors}
     stop_reason = "truncated" if trace.is_truncated else ""
-    if trace.stop_condition not in ENDED:
+    if trace.stop_condition not in REGULAR_STOPS:
         stop_reason = str(trace.stop_condition or "")
     error = None if trace.ok else RolloutError(_reason(trace.errors[-1]), trace.errors[-1].message)
     if trace.ok and trace.is_timeout and trace.stop_condition != "agent_timeout":  # in its setup or its scoring
@@ -363,7 +366,7 @@ def _rollout(trace: Any, seat: Seat | None, agent: str) -> Rollout:
         trainable=trace.agent.trainable,
         rewards=rewards or {"reward": trace.reward},
         metrics=metrics | {name: value for name, value in trace.metrics.items() if value is not None},
-        messages=[seat.wire(message) for message in trace.messages] if seat is not None else [],
+        messages=[seat.to_wire(message) for message in trace.messages] if seat is not None else [],
         turns=seat.turns if seat is not None else [],
         truncated=trace.is_truncated or trace.stop_condition in (CONTEXT_FULL, "agent_timeout"),
         stop_reason=stop_reason,

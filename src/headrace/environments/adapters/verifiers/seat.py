@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from headrace.environments.adapters import import_library
 from headrace.environments.adapters import import_verifiers as verifiers
-from headrace.environments.adapters import library
 from headrace.environments.base import Context, PromptTooLong, Reply, ToolCall
 from headrace.environments.chat import is_plain
 from headrace.rollout.types import Message, Turn
@@ -40,7 +40,7 @@ class Address(str):
     """A server for all episodes; unset, each episode has its own."""
 
 
-def bring_here(toolset: Any) -> Any:
+def set_address(toolset: Any) -> Any:
     """Put the address of a toolset in its config, and return the toolset."""
     address = Address(f"here:{toolset.server_name}")
     address.toolset = toolset
@@ -57,8 +57,8 @@ async def serve(toolset: Any, stack: AsyncExitStack, task: Any = None) -> Any:
     if task is not None:
         await toolset.setup_task(task)
     if type(toolset).register is verifiers().Toolset.register:
-        return _server(toolset, _tools(toolset))
-    server = _server(toolset, [])
+        return _make_server(toolset, _describe_tools(toolset))
+    server = _make_server(toolset, [])
     toolset.register(server)
     return server
 
@@ -81,7 +81,7 @@ class Tools:
             async with verifiers("errors").boundary(vf.ToolsetError, f"toolset {name or address}"):
                 server = address.server or await serve(address.toolset, stack, trace.task.data)
                 with _called_by(trace):
-                    await tools._list(name, server)
+                    await tools._add_server(name, server)
         return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
@@ -94,11 +94,11 @@ class Tools:
             try:
                 result = await server.call_tool(tool, arguments)
             except Exception as error:
-                return _portable(str(error)), False
+                return _replace_surrogates(str(error)), False
         content = verifiers("harnesses.utils.mcp").mcp_content_to_chat_content(result.content)
-        return _portable(content), not result.is_error
+        return _replace_surrogates(content), not result.is_error
 
-    async def _list(self, prefix: str, server: Any) -> None:
+    async def _add_server(self, prefix: str, server: Any) -> None:
         for tool in await server.list_tools():
             name = f"{prefix}_{tool.name}" if prefix else tool.name
             if name in self._servers:
@@ -130,12 +130,12 @@ async def _push_state(toolset: Any, before: bytes) -> None:
         trace.state = type(trace.state).model_validate_json(after)
 
 
-def _server(toolset: Any, tools: list[Any]) -> Any:
+def _make_server(toolset: Any, tools: list[Any]) -> Any:
     root, silence = logging.getLogger(), logging.NullHandler()
     root.addHandler(silence)  # else a server configures the logging of the whole process
     try:
         name = toolset.server_name or type(toolset).__name__
-        return library("mcp.server.mcpserver", "verifiers").MCPServer(name, tools=tools)
+        return import_library("mcp.server.mcpserver", "verifiers").MCPServer(name, tools=tools)
     finally:
         root.removeHandler(silence)
 
@@ -143,9 +143,9 @@ def _server(toolset: Any, tools: list[Any]) -> Any:
 _described: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()
 
 
-def _tools(toolset: Any) -> list[Any]:
+def _describe_tools(toolset: Any) -> list[Any]:
     """Return the tools of a toolset. Describing one takes milliseconds, so toolsets of a class share descriptions."""
-    tool = library("mcp.server.mcpserver.tools", "verifiers").Tool
+    tool = import_library("mcp.server.mcpserver.tools", "verifiers").Tool
     tools = []
     for function in verifiers("utils.decorators").discover_decorated(toolset, "tool"):
         wrapped = toolset._with_state(function)
@@ -158,7 +158,7 @@ def _tools(toolset: Any) -> list[Any]:
     return tools
 
 
-def _portable(content: Any) -> Any:
+def _replace_surrogates(content: Any) -> Any:
     return content.encode(errors="replace").decode() if isinstance(content, str) else content
 
 
@@ -215,7 +215,7 @@ class Seat:
 
     async def sample(self, messages: Sequence[Any]) -> SampledMessage | None:
         """Return the model's next message; None once the run is over."""
-        pending = await self._request(messages)
+        pending = await self._prepare_turn(messages)
         if pending is None:
             return None
         if self._session.on_turn_input is not None:
@@ -223,7 +223,7 @@ class Seat:
             callback()
         started = time.time()
         try:
-            wire = [self.wire(message) for message in pending.prompt]
+            wire = [self.to_wire(message) for message in pending.prompt]
             schemas = self.tools.schemas if self.tools is not None else ()
             reply = await self._episode.context.chat(wire, schemas, self._session.ctx.sampling.max_tokens)
         except Exception as error:
@@ -233,7 +233,7 @@ class Seat:
                 return None
             self._episode.failure = self._episode.failure or error
             raise verifiers().ProviderError(f"{type(error).__name__}: {error}") from error
-        return await self._answer(pending, reply, started)
+        return await self._commit_reply(pending, reply, started)
 
     async def run(self, call: ToolCall, gated: bool) -> Any | None:
         """Run a tool call and return its result as a message; None if that ended the run."""
@@ -254,7 +254,7 @@ class Seat:
         name = call.name if is_plain(call.name) else None
         return _tool_message(tool_call_id=call.id, content=content, name=name)
 
-    def wire(self, message: Any) -> Message:
+    def to_wire(self, message: Any) -> Message:
         """Return a message in our format; a sampled one exactly as it was sampled, so that it keeps its tokens."""
         if message.role != "assistant":
             written: Message = verifiers("dialects.chat").message_to_wire(message)
@@ -262,7 +262,7 @@ class Seat:
         name = verifiers("graph").message_hash(message)
         return self._sampled.get(name) or self._episode.sampled.get(name) or _with_parsed_arguments(message)
 
-    async def _request(self, messages: Sequence[Any]) -> Any | None:
+    async def _prepare_turn(self, messages: Sequence[Any]) -> Any | None:
         """Return the prepared turn in the graph of messages; None if a limit or a stop of the task refuses it."""
         vf, session = verifiers(), self._session
         async with verifiers("errors").boundary(vf.TaskError, "a hook before the model's turn"):
@@ -279,10 +279,10 @@ class Seat:
         self._trace.stop(stopped)
         return None
 
-    async def _answer(self, pending: Any, reply: Reply, started: float) -> SampledMessage | None:
+    async def _commit_reply(self, pending: Any, reply: Reply, started: float) -> SampledMessage | None:
         """Apply the hooks of the task to a reply and record it in the trace; None if that ended the run."""
         session, trace = self._session, self._trace
-        response, rewrites, stopped = _response(reply, session.ctx.model), [], None
+        response, rewrites, stopped = _to_response(reply, session.ctx.model), [], None
         if session.response_interceptors or session.response_stops:
             response, rewrites, stopped = await session.rewrite_response(response)
         if session.stopped:
@@ -310,7 +310,7 @@ class Seat:
         self._trace.notify()
 
 
-def _response(reply: Reply, model: str) -> Any:
+def _to_response(reply: Reply, model: str) -> Any:
     vf = verifiers()
     message = reply.message
     calls = [
