@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headrace.environments.adapters import library
+from headrace.environments.adapters import import_library
 from headrace.errors import Failure
 from headrace.tools.probe.findings import list_findings
 from headrace.tools.probe.report import ProbeReport
@@ -45,7 +45,7 @@ def main() -> None:
     if options.one is not None:
         print(json.dumps(asyncio.run(probed(options.one))))
         return
-    names = options.only or sorted(library("reasoning_gym", "reasoning-gym").factory.DATASETS)
+    names = options.only or sorted(import_library("reasoning_gym", "reasoning-gym").factory.DATASETS)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(names, 1):
         before, rows = read(options.output)

@@ -321,7 +321,7 @@ async def test_a_killed_process_leaves_no_descriptor_open(sandbox: Sandbox):
 
 @pytest.mark.parametrize("processes", [0, -3])
 async def test_a_sandbox_without_processes_is_refused_with_their_number(processes: int):
-    with pytest.raises(ValueError, match=rf"at least one process, not {processes}$"):
+    with pytest.raises(ValueError, match=f"processes = {processes}:"):
         Sandbox(processes)
 
 

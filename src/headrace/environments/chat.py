@@ -212,7 +212,7 @@ class Chat:
         reply, `PromptTooLong` is raised.
         """
         if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+            raise ValueError(f"max_tokens = {max_tokens}: expected at least 1")
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
             self.stop("max_turns")
         if self.stop_reason:

@@ -165,12 +165,12 @@ class PluginRegistry:
     def bind(self, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
         """Check the names of the options and return the plugin with them bound, without calling it."""
         plugin, parameters = self.find(name), self.options(name)
-        known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        accepted = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            for unknown in (option for option in options if option not in known):
-                fix = f"It takes {', '.join(_nearest_first(unknown, known)) or 'none'}."
+            for unknown in (option for option in options if option not in accepted):
+                fix = f"It takes {', '.join(_nearest_first(unknown, accepted)) or 'none'}."
                 raise BadInput(f"{self.what} {name!r} has no such kwarg", key=unknown, fix=fix)
-        for option in known:
+        for option in accepted:
             if parameters[option].default is inspect.Parameter.empty and option not in options:
                 raise BadInput(f"{self.what} {name!r} needs this kwarg, and it is not set", key=option)
         partial = functools.partial(plugin, **options)
@@ -197,7 +197,7 @@ class PluginRegistry:
 
 
 def _nearest_first(name: str, names: Any) -> list[str]:
-    return sorted(names, key=lambda known: (-difflib.SequenceMatcher(None, name, known).ratio(), known))
+    return sorted(names, key=lambda other: (-difflib.SequenceMatcher(None, name, other).ratio(), other))
 
 
 def _location(plugin: Callable[..., Any]) -> str:

@@ -77,7 +77,7 @@ class Sandbox:
         self, processes: int = 2, memory_mb: int | None = 2048, *, untrusted: bool = False, modules: Sequence[str] = ()
     ) -> None:
         if processes < 1:
-            raise ValueError(f"a sandbox needs at least one process, not {processes}")
+            raise ValueError(f"processes = {processes}: a sandbox needs at least one process")
         self._size = processes
         self._memory_mb = memory_mb
         self._limits = _untrusted_limits(memory_mb) if untrusted else None

@@ -105,7 +105,7 @@ class SingleTurn(Environment):
                         setattr(rollout, target, {**getattr(rollout, target), name: score})
 
     def _find_row(self, rollout: Rollout) -> Row:
-        """Return the task's data: a group is scored without its task, perhaps in a process that never read it."""
+        """Return the data of a rollout's task: a group is scored without its task, perhaps in another process."""
         if not self._rows_by_key:
             own_keys = (key if isinstance(key := row.get("key"), str) else "" for row in self.tasks())
             tasks = (Task(rollout.env, row, key) for row, key in zip(self.tasks(), own_keys, strict=True))

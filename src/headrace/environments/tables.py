@@ -31,8 +31,8 @@ class DataNotHere(DataError):
     """A dataset on the hub that is not in the cache and cannot be downloaded now."""
 
 
-def all_columns(known: list[str]) -> list[str]:
-    return known
+def all_columns(names: list[str]) -> list[str]:
+    return names
 
 
 def open_file_table(file: Path, select: ColumnSelector = all_columns) -> Table:
@@ -116,8 +116,8 @@ class Parquet:
 
         self._path = path
         try:
-            known = pyarrow.parquet.read_schema(path).names
-            self._table = pyarrow.parquet.read_table(path, columns=select(known))
+            names = pyarrow.parquet.read_schema(path).names
+            self._table = pyarrow.parquet.read_table(path, columns=select(names))
         except pyarrow.ArrowInvalid as error:
             raise DataError(f"cannot be read as Parquet: {error}", file=path) from error
 
@@ -186,10 +186,10 @@ def _load_dataset(name: str, subset: str | None, split: str, title: str) -> Any:
     return splits[split]
 
 
-def _check_split(split: str, known: list[str], title: str) -> None:
+def _check_split(split: str, splits: list[str], title: str) -> None:
     """Refuse an unknown split. A slice such as `train[:100]` is left to the library."""
-    if known and split not in known and split.replace("_", "").isalnum():
-        raise DataError("no such split", key="split", value=split, file=title, fix=f"Splits: {', '.join(known)}.")
+    if splits and split not in splits and split.replace("_", "").isalnum():
+        raise DataError("no such split", key="split", value=split, file=title, fix=f"Splits: {', '.join(splits)}.")
 
 
 def _convert_row(columns: dict[str, Any]) -> dict[str, Any]:

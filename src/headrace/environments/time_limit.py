@@ -60,7 +60,7 @@ class LimitedFunction:
                 return await value if inspect.isawaitable(value) else value
         except TimeoutError as error:
             if not limit.expired():
-                raise  # the function's own
+                raise  # raised by the function itself
             raise OutOfTime(f"it took longer than {self._timeout:g} s") from error
 
     async def _call_in_thread(self, function: Callable[[], Any]) -> Any:
@@ -86,7 +86,7 @@ class ThreadCall:
         self._outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
         self._returned = False
         self._returning = threading.Lock()
-        self.thread = threading.Thread(target=self._run, daemon=True)  # a stuck one must not keep the process alive
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a stuck thread must not keep the process alive
         self.thread.start()
 
     async def result(self) -> Any:
@@ -112,8 +112,8 @@ class ThreadCall:
             except BaseException as raised:
                 error = raised
             with self._returning:
-                self._returned = True  # from here on nothing interrupts it
-        except _Abandoned:  # just after the function had returned
+                self._returned = True  # `abandon` no longer interrupts the thread
+        except _Abandoned:  # `abandon` was called just after the function had returned
             return
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._set_outcome, value, error)

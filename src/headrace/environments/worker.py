@@ -59,7 +59,7 @@ class Worker:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        if self._environment is not None:  # perhaps half started
+        if self._environment is not None:  # `start` may have failed or been cancelled
             await self._environment.close()
         return status
 

@@ -67,7 +67,7 @@ class WorkerPool(Environment):
         limits: WorkerLimits | None = None,
     ) -> None:  # fmt: skip
         if size < 1:
-            raise ValueError(f"a pool needs at least one worker, not {size}")
+            raise ValueError(f"size = {size}: a pool needs at least one worker")
         self._environment, self._size = environment, size
         self._identifier, self._args, self._limits = identifier, args, limits or WorkerLimits()
         self._workers: list[WorkerProcess] = []
@@ -236,7 +236,7 @@ class WorkerProcess:
         elif isinstance(failed := loading.result(), Failed):
             self.cause = self.cause or f"cannot load the environment: {failed.fault.text}"
             self.load_error = failed.fault.traceback
-            self._channel.close()  # it has `grace` seconds to close what it had opened
+            self._channel.close()  # the worker then has `grace` seconds to release its resources
         else:
             self.ready = not self.cause
         if not self.ready:

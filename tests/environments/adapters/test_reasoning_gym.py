@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.main import parse
-from headrace.environments.adapters import library
+from headrace.environments.adapters import import_library
 from headrace.environments.adapters.reasoning_gym import ReasoningGym
 from headrace.environments.adapters.reasoning_gym_family import (
     Family,
@@ -204,7 +204,7 @@ def test_the_page_shows_what_runs_and_lists_every_family():
     environments = [load_environment(env["id"], env.get("args", {})) for slot in slots.values() for env in slot["env"]]
     assert [type(environment) for environment in environments] == [ReasoningGym] * 3
     listed = re.findall(r"^\| (\w+) \|", PAGE.partition("## Every family")[2], re.MULTILINE)
-    assert set(listed) - {"family"} == set(library("reasoning_gym", "reasoning-gym").factory.DATASETS)
+    assert set(listed) - {"family"} == set(import_library("reasoning_gym", "reasoning-gym").factory.DATASETS)
 
 
 @pytest.mark.full

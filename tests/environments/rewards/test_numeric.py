@@ -346,11 +346,11 @@ def test_an_announced_number_is_found_in_its_sentence(text: str, extract: str):
 def test_a_task_without_a_gold_number_is_an_error_that_names_the_field():
     with pytest.raises(LookupError, match=r"'answer'.*'gold'"):
         Numeric()("#### 1", {"gold": 1})
-    with pytest.raises(ValueError, match=r"'answer'.*'Tuesday'"):
+    with pytest.raises(ValueError, match="answer = 'Tuesday'"):
         Numeric()("#### 1", {"answer": "Tuesday"})
-    with pytest.raises(ValueError, match="'answer'"):
+    with pytest.raises(ValueError, match="answer = "):
         Numeric()("#### 1", {"answer": None})
-    with pytest.raises(ValueError, match="'answer'"):
+    with pytest.raises(ValueError, match="answer = "):
         Numeric()("#### 1", {"answer": "{1"})
 
 

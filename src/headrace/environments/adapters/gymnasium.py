@@ -132,10 +132,10 @@ def render_observation(observation: Any, info: Any, game: Any) -> str:
     return _COLOUR.sub("[", drawn.replace(_PLAIN, "]")).strip("\n") if isinstance(drawn, str) else str(observation)
 
 
-def _check_parts(method: str, returned: Any, count: int, wanted: str) -> Any:
+def _check_parts(method: str, returned: Any, count: int, expected: str) -> Any:
     """Return what a method of a game returned; raise unless it is a tuple of `count` parts."""
     if not isinstance(returned, tuple) or len(returned) != count:
-        raise EpisodeError("environment", f"{method}() must return {wanted}, not {returned!r:.200}", place=method)
+        raise EpisodeError("environment", f"{method}() must return {expected}, not {returned!r:.200}", place=method)
     return returned
 
 

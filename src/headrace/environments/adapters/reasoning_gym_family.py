@@ -71,14 +71,14 @@ class Family:
     """A family by name, with some of its settings; `build_dataset(seed, size)` returns its entries."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        known = import_library("reasoning_gym", EXTRA).factory.DATASETS
+        families = import_library("reasoning_gym", EXTRA).factory.DATASETS
         if name == "composite":
             fix = "Give each of its families its own environment."
             raise BadInput("a mixture of families", value=f"reasoning-gym:{name}", fix=fix)
-        if name not in known:
-            raise BadInput("unknown family", value=f"reasoning-gym:{name}", fix=_suggest_name(name, known))
+        if name not in families:
+            raise BadInput("unknown family", value=f"reasoning-gym:{name}", fix=_suggest_name(name, families))
         self.name = name
-        self._dataset, self._config = known[name]
+        self._dataset, self._config = families[name]
         defaults: dict[str, Any] = {}
         for field in dataclasses.fields(self._config):
             make = field.default_factory
@@ -126,7 +126,7 @@ def score(family: str, settings: dict[str, Any], answer: str, task: dict[str, An
         value = scorer.score_answer(answer, entry)
     number = float(value)
     if not -SCORE_TOLERANCE <= number <= 1 + SCORE_TOLERANCE:
-        raise ValueError(f"the scorer gave {value!r}, which is not from 0 to 1")
+        raise ValueError(f"score = {value!r}: the scorer must return a number from 0 to 1")
     return min(1.0, max(0.0, number))
 
 
@@ -187,11 +187,11 @@ def _convert_setting(value: Any, like: Any) -> Any:
     return value
 
 
-def _suggest_name(name: str, known: Collection[str]) -> str:
+def _suggest_name(name: str, names: Collection[str]) -> str:
     """Return a hint with the closest name and all names."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(sorted(known)) or 'none'}."
+    return f"{hint}Known: {', '.join(sorted(names)) or 'none'}."
 
 
 class Request(msgspec.Struct):

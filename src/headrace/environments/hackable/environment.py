@@ -71,7 +71,7 @@ class Scorer:
         """Score each completion of a group, or of several groups. Failures of rewards are counted, never raised."""
         traces = [NO_TRACE] * len(completions) if traces is None else traces
         if len(samples) != len(completions):
-            raise ValueError(f"{len(completions)} completions of {len(samples)} samples")
+            raise ValueError(f"expected one completion per sample, got {len(completions)} for {len(samples)} samples")
         table = await self._rewards.score_group(completions, [sample.data for sample in samples])
         rows = [{name: column[index] for name, column in table.items()} for index in range(len(samples))]
         failures = [next((s for s in row.values() if isinstance(s, RewardFailure)), None) for row in rows]

@@ -222,28 +222,28 @@ def _build_command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapp
     return [*python[:-1], RUNNER], {"PATH": os.defpath, "TMPDIR": directory, **ONE_THREAD}
 
 
-def _is_expected(kind: str, result: str, wanted: Any) -> bool:
+def _is_expected(kind: str, result: str, expected: Any) -> bool:
     match kind:
         case "call":
             try:
-                return _is_equal(json.loads(result), wanted)
+                return _is_equal(json.loads(result), expected)
             except (ValueError, RecursionError):  # not JSON, or too deep to parse
                 return False
         case "program":
-            return _strip_lines(result) == _strip_lines(wanted)
+            return _strip_lines(result) == _strip_lines(expected)
     return not result
 
 
-def _is_equal(value: Any, wanted: Any) -> bool:
+def _is_equal(value: Any, expected: Any) -> bool:
     """Compare as Python does, except that True is not 1."""
-    match value, wanted:
+    match value, expected:
         case (bool(), _) | (_, bool()):
-            return value is wanted
+            return value is expected
         case list(), list():
-            return len(value) == len(wanted) and all(map(_is_equal, value, wanted))
+            return len(value) == len(expected) and all(map(_is_equal, value, expected))
         case dict(), dict():
-            return value.keys() == wanted.keys() and all(_is_equal(value[key], wanted[key]) for key in value)
-    return bool(value == wanted)
+            return value.keys() == expected.keys() and all(_is_equal(value[key], expected[key]) for key in value)
+    return bool(value == expected)
 
 
 def _strip_lines(text: str) -> list[str]:

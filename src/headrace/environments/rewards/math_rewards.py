@@ -49,7 +49,7 @@ class Numeric:
     def __call__(self, text: str, data: Data) -> float:
         gold = _parse_gold(data, self._field)
         if not is_number(gold):
-            raise ValueError(f"the task's {self._field!r} is not a number: {data[self._field]!r:.100}")
+            raise ValueError(f"{self._field} = {data[self._field]!r:.100}: the task's gold answer is not a number")
         answer = _parse_answer(self._extract(text), variables=False)
         return float(answer is not None and compare(gold, answer, self._comparer) is True)
 
@@ -145,11 +145,11 @@ def _parse_gold(data: Data, field: str) -> Shape:
     """Return the parsed gold answer. Raises `ValueError` for one that nothing can be compared with."""
     gold = gold_of(data, field)
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
-        raise ValueError(f"the task's {field!r} is neither a text nor a number: {gold!r:.100}")
+        raise ValueError(f"{field} = {gold!r:.100}: the task's gold answer is neither a text nor a number")
     try:
         return parse_shape(str(gold))
     except Unreadable as error:
-        raise ValueError(f"the task's {field!r} cannot be read as an answer ({error}): {gold!r:.100}") from error
+        raise ValueError(f"{field} = {gold!r:.100}: the task's gold answer cannot be parsed: {error}") from error
 
 
 def _parse_answer(answer: str | None, variables: bool) -> Shape | None:

@@ -19,7 +19,7 @@ from headrace.environments.shipped.common import DrawnEnvironment, draw_tasks, r
 from headrace.rollout.types import Message, Rollout, Task
 
 MAX_ITEMS = {"names": 80, "letters": 26}
-"""Items to draw from."""
+"""Number of items to draw from."""
 MAX_ANSWER_CHARACTERS = 10_000
 """Characters of an answer that are read; no correct one is as long."""
 

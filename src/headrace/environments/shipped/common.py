@@ -102,7 +102,7 @@ def check_split(split: Any) -> None:
 
 
 MAX_LENGTH_RATIO = 8
-"""A reply is compared up to this many times the length of the wanted answer; the rest is ignored."""
+"""A reply is compared up to this many times the length of the expected answer; the rest is ignored."""
 
 
 def tag(name: str, content: str) -> str:
@@ -122,21 +122,21 @@ def replies(messages: Sequence[Message]) -> list[str]:
     return [str(message.get("content") or "") for message in messages if message["role"] == "assistant"]
 
 
-def reply_similarity(reply: Sequence[str], wanted: Sequence[str]) -> float:
+def reply_similarity(reply: Sequence[str], expected: Sequence[str]) -> float:
     """Return the `similarity` of a reply of any length, of which only the beginning is compared."""
-    return similarity(reply[: MAX_LENGTH_RATIO * len(wanted)], wanted)
+    return similarity(reply[: MAX_LENGTH_RATIO * len(expected)], expected)
 
 
-def similarity(reply: Sequence[str], wanted: Sequence[str]) -> float:
+def similarity(reply: Sequence[str], expected: Sequence[str]) -> float:
     """Return twice the longest common subsequence over the summed lengths: 1 if equal, 0 with nothing in common."""
-    if not reply and not wanted:
+    if not reply and not expected:
         return 1.0
-    row = [0] * (len(wanted) + 1)
+    row = [0] * (len(expected) + 1)
     for left in reply:
         diagonal = 0
-        for column, right in enumerate(wanted, 1):
+        for column, right in enumerate(expected, 1):
             diagonal, row[column] = row[column], diagonal + 1 if left == right else max(row[column], row[column - 1])
-    return 2 * row[-1] / (len(reply) + len(wanted))
+    return 2 * row[-1] / (len(reply) + len(expected))
 
 
 @functools.cache

@@ -203,9 +203,9 @@ def _split_letters(run: str, words: bool, before: str, variables: bool) -> Token
     if lowered in vocabulary.SPELLED_SIGNS:
         return [vocabulary.SPELLED_SIGNS[lowered]]
     long = len(run) > (3 if variables or _DIFFERENTIAL.fullmatch(run) else 1) and not before[-1:].isdigit()
-    known = lowered in vocabulary.SHORT_WORDS
+    short_word = lowered in vocabulary.SHORT_WORDS
     unit = not variables and (run == "a" or (len(run) > 1 and lowered in vocabulary.KNOWN_UNITS))
-    if long or known or unit or (words and (len(run) > 1 or run in vocabulary.UNIT_LETTERS)):
+    if long or short_word or unit or (words and (len(run) > 1 or run in vocabulary.UNIT_LETTERS)):
         return [rf"\text{{{run}}}"]
     return list(run)
 

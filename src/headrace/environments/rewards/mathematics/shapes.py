@@ -125,7 +125,7 @@ def _parse_tokens(tokens: Tokens) -> Shape:
     while tokens and tokens[0] in ("=", r"\approx"):
         tokens = tokens[1:]
     if not tokens:
-        raise Unreadable("nothing")
+        raise Unreadable("an empty answer")
     parts = _split(tokens, lambda token: token in (",", ";") or _is_connective(token, "and", "or"))
     if len(parts) > 1:
         return _parse_several(parts)
