@@ -179,6 +179,7 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def _receive(self, message: Call | Cancel | Outcome) -> None:
+        """Execute a call, cancel one, or set the outcome of an own call."""
         number = message.number
         match message:
             case Call():
@@ -193,6 +194,7 @@ class Channel(asyncio.Protocol):
                     outcome.set_result(message)
 
     async def _execute(self, call: Call) -> None:
+        """Execute a call of the other end and send its outcome."""
         assert self._handle is not None, "this end serves no calls"
         outcome: Outcome
         try:
@@ -206,6 +208,7 @@ class Channel(asyncio.Protocol):
         self.send(outcome)
 
     def _on_executed(self, number: int, task: asyncio.Task[None]) -> None:
+        """Send the outcome that `_execute` did not: of a cancelled call, or one whose failure cannot be encoded."""
         del self.served[number]
         if task.cancelled():  # perhaps before its first step
             self.send(Failed(number, CANCELLED))

@@ -126,6 +126,7 @@ def perturb_reply(answer: Message | str, rng: random.Random) -> Message | str:
 
 
 def _perturb_text(text: str, rng: random.Random) -> str:
+    """Change the last number of a text, or else a random letter; append "x" if it has neither."""
     numbers = list(_NUMBER.finditer(text))
     if numbers:
         last = numbers[-1]

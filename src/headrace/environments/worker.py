@@ -69,6 +69,7 @@ class Worker:
         self._end.set_result(1 if self.channel.cause else 0)
 
     async def _handle_call(self, call: Call) -> list[Rollout] | list[Scores] | None:
+        """Execute a call of the parent: `load`, `run` or `score`."""
         if call.method == "load":
             schema, identifier, args, module_path = _load_arguments.decode(call.arguments)
             sys.path[:] = module_path

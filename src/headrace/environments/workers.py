@@ -318,6 +318,7 @@ class WorkerProcess:
         self._fail_jobs(status)
 
     def _fail_jobs(self, status: int) -> None:
+        """Fail the jobs of a process that has ended with this exit status."""
         if not self._closing or status != 0:
             self.cause = self.cause or describe_exit(status)
             log.warning("a worker of %s %s; %d episodes failed with it", self._identifier, self.cause, len(self.jobs))
@@ -330,6 +331,7 @@ class WorkerProcess:
         self.left_pool.set()
 
     def _finish(self, number: int, pending: asyncio.Future[Outcome]) -> None:
+        """Count a finished job, and retire the worker if it uses too much memory."""
         if self.jobs.pop(number, None) is None:  # the process has ended
             return
         self.jobs_finished += 1

@@ -112,6 +112,7 @@ _scorers: dict[tuple[str, bytes], Any] = {}
 
 
 def _load_scorer(family: str, settings: dict[str, Any], *answer_and_task: Any) -> Any:
+    """Return the scorer of a family, cached by its settings."""
     key = family, msgspec.json.encode(settings, order="deterministic")
     if key not in _scorers:
         _scorers[key] = Family(family, settings).build_dataset(seed=0, size=1)
@@ -195,6 +196,8 @@ def _suggest_name(name: str, names: Collection[str]) -> str:
 
 
 class Request(msgspec.Struct):
+    """The tasks to generate: a family with its settings, the split, and how many."""
+
     family: str
     settings: dict[str, Any]
     split: str
@@ -230,6 +233,7 @@ def tasks_of_family(request: Request) -> list[dict[str, Any]]:
 
 
 def _receive_tasks(request: Request, ours: socket.socket, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    """Return the tasks that the process sends, and log its progress. Raises `BadInput` if it refuses or stalls."""
     started, next_report = time.monotonic(), FIRST_PROGRESS_S
     tasks: list[dict[str, Any]] = []
     ours.settimeout(STALL_TIMEOUT_S)

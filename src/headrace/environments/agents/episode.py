@@ -224,6 +224,7 @@ class Episode:
             task.cancel()
 
     async def _sample_all(self, request: ChatRequest) -> list[Choice]:
+        """Return the requested number of replies, sampled concurrently."""
         request.check()
         try:
             messages = self.transcript.restore(canonical_messages(request.messages))
@@ -237,6 +238,7 @@ class Episode:
                 choice.cancel()
 
     async def _sample(self, request: ChatRequest, messages: list[Message]) -> Choice:
+        """Sample one reply and record it in the transcript."""
         tools = [] if request.tool_choice == "none" else request.tools or []
         try:
             reply = await self._context.chat(

@@ -308,6 +308,7 @@ class Processes:
             self._reaper = None
 
     def _watch(self, group: int) -> None:
+        """Have the reaper kill this process group if this process dies; start the reaper if needed."""
         self._running.add(group)
         if self._reaper is None or self._reaper.poll() is not None:  # it was killed
             self._reaper = subprocess.Popen(
@@ -337,6 +338,7 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> int:
 
 
 def _read_tail(file: IO[bytes]) -> str:
+    """Return the last `MAX_OUTPUT_BYTES` of a file as text."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_OUTPUT_BYTES))
     return file.read().decode(errors="replace")

@@ -258,6 +258,7 @@ def interleave(*several: Sequence[Any]) -> Iterator[Any]:
 
 
 def _parse_part(entry: Any, key: str) -> Part:
+    """Return one entry of `providers`, checked; `key` names it in errors."""
     try:
         part = msgspec.convert(entry, Part)
     except msgspec.ValidationError as error:

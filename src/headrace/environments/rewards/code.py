@@ -223,6 +223,7 @@ def _build_command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapp
 
 
 def _is_expected(kind: str, result: str, expected: Any) -> bool:
+    """Return whether a test's result, as the runner sent it, is the expected one."""
     match kind:
         case "call":
             try:

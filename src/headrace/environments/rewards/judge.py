@@ -189,6 +189,7 @@ class Judge:
                 self._pending.pop(key).cancel()
 
     async def _send(self, key: str, messages: list[dict[str, str]]) -> str:
+        """Send a request, with retries, and cache the reply if it has a score."""
         for attempt in itertools.count():
             await self._wait_for_rate_limit()
             self.counts["calls"] += 1

@@ -114,6 +114,7 @@ class Rewards:
         return value if isinstance(value, RewardFailure) else read_score(name, f"reward {name!r}", value)
 
     async def _score_column(self, name: str, texts: Sequence[str], data: Sequence[Data]) -> list[Score]:
+        """Return the score of every completion by one reward."""
         if self._forms[name] == "completion":
             pairs = zip(texts, data, strict=True)
             return list(await asyncio.gather(*(self._score_completion(name, *pair) for pair in pairs)))
@@ -184,6 +185,7 @@ def _shorten(value: Any) -> str:
 
 
 def _name_rewards(rewards: Mapping[str, Any] | Sequence[Any], argument: str) -> dict[str, AnyReward]:
+    """Return the resolved rewards by name; raise for a missing or repeated name."""
     if isinstance(rewards, Mapping):
         pairs = [(name, resolve_reward(reward, f"{argument}.{name}")) for name, reward in rewards.items()]
     else:

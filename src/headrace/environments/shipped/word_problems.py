@@ -108,6 +108,7 @@ def _read_rows(
 
 
 def _read_task(row: Row, filters: Sequence[str]) -> dict[str, Any] | None:
+    """Return the task of a row; None, with a warning, if its solution has no boxed answer."""
     question = row.text(*QUESTION)
     solution = None if row.find(*SOLUTION) is None else row.text(*SOLUTION)
     answer = row.find(*ANSWER)

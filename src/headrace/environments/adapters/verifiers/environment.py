@@ -170,6 +170,7 @@ def _run_agents_in_process(name: str, config: Any) -> Any:
 
 
 def _check_toolsets(name: str, toolsets: Iterable[Any]) -> None:
+    """Raise `Unsupported` for a toolset that needs a server or a container."""
     for toolset in toolsets:
         config, kind = toolset.config, type(toolset).__name__
         if getattr(config, "url", None):
@@ -179,6 +180,7 @@ def _check_toolsets(name: str, toolsets: Iterable[Any]) -> None:
 
 
 def _use_local_toolsets(name: str, parameters: Any, task: Any, *args: Any) -> Any:
+    """Return the parameters of a run, after replacing the toolsets of its task by ones in this process."""
     if "toolsets" not in vars(task):
         make = type(task).toolsets
 

@@ -74,6 +74,7 @@ class Tools:
 
     @classmethod
     async def open(cls, addresses: Mapping[str, str], trace: Any, stack: AsyncExitStack) -> Tools:
+        """Return the tools of the toolsets at these addresses; `stack` closes them."""
         vf = verifiers()
         tools = cls(trace)
         for name, address in addresses.items():
@@ -99,6 +100,7 @@ class Tools:
         return _replace_surrogates(content), not result.is_error
 
     async def _add_server(self, prefix: str, server: Any) -> None:
+        """Add the tools of a server, named with the prefix."""
         for tool in await server.list_tools():
             name = f"{prefix}_{tool.name}" if prefix else tool.name
             if name in self._servers:
@@ -124,6 +126,7 @@ async def _pull_state(toolset: Any) -> Any:
 
 
 async def _push_state(toolset: Any, before: bytes) -> None:
+    """Replace the state of the calling trace by that of the toolset, if a call has changed it."""
     after = toolset._state_adapter.dump_json(toolset.state)
     if after != before:
         trace = _CALLER.get()
@@ -131,6 +134,7 @@ async def _push_state(toolset: Any, before: bytes) -> None:
 
 
 def _make_server(toolset: Any, tools: list[Any]) -> Any:
+    """Return an MCP server with these tools, without changing the logging of the process."""
     root, silence = logging.getLogger(), logging.NullHandler()
     root.addHandler(silence)  # else a server configures the logging of the whole process
     try:

@@ -28,6 +28,8 @@ _FRACTION = re.compile(
 
 @dataclass(frozen=True)
 class Number:
+    """An exact value, and the number of decimals with which it was written."""
+
     value: Fraction
     places: int | None = None
     """Number of decimals; None for an exact number, such as an integer."""

@@ -120,6 +120,7 @@ def as_interval(relation: Relation) -> Ordered | None:
 
 
 def _parse_tokens(tokens: Tokens) -> Shape:
+    """Return the shape of tokens, split first at the separators that bind least: commas, then relations."""
     while tokens and tokens[-1] in ".,;:":
         tokens = tokens[:-1]
     while tokens and tokens[0] in ("=", r"\approx"):
@@ -161,6 +162,7 @@ def _parse_several(parts: list[Tokens]) -> Shape:
 
 
 def _parse_relation(parts: list[Tokens], signs: list[str]) -> Shape:
+    """Return the relation of these sides, without approximations of an exact side."""
     if len(parts) <= len(signs):
         raise Unreadable("a relation without one of its sides")
     for end, sign in enumerate(signs):  # drop approximations of an exact side
@@ -241,6 +243,7 @@ def _is_unit(words: list[str], value: Tokens) -> bool:
 
 
 def _split_unit_sign(tokens: Tokens) -> tuple[Tokens, str]:
+    """Return the tokens without a currency, percent or degree sign, and the unit of that sign."""
     front = 1 if tokens[0] == "-" else 0
     name = unwrap_word(tokens[front]).lower() if len(tokens) > front + 1 and is_word(tokens[front]) else ""
     if name in vocabulary.CURRENCIES:
@@ -281,6 +284,7 @@ def _outside_brackets(tokens: Tokens) -> Iterator[str]:
 
 
 def _with_depth(tokens: Tokens) -> Iterator[tuple[str, int]]:
+    """Yield each token with the number of brackets around it. Raises `Unreadable` if brackets do not match."""
     depth = 0
     for token in tokens:
         closes = token in vocabulary.CLOSING or token.startswith(r"\end{")
