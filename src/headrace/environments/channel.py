@@ -186,7 +186,7 @@ class Channel(asyncio.Protocol):
                 task = self.served[number] = asyncio.create_task(self._execute(message))
                 task.add_done_callback(partial(self._on_executed, number))
             case Cancel():
-                if number in self.served:  # else its outcome is on the way
+                if number in self.served:  # otherwise the call has ended, and its outcome was sent
                     self.served[number].cancel()
             case _:
                 outcome = self.pending.pop(number, None)
@@ -210,7 +210,7 @@ class Channel(asyncio.Protocol):
     def _on_executed(self, number: int, task: asyncio.Task[None]) -> None:
         """Send the outcome that `_execute` did not: of a cancelled call, or one whose failure cannot be encoded."""
         del self.served[number]
-        if task.cancelled():  # perhaps before its first step
+        if task.cancelled():  # perhaps before `_execute` began
             self.send(Failed(number, CANCELLED))
         elif (error := task.exception()) is not None:  # the failure could not be encoded in full
             self.send(Failed(number, fault_of(error)))

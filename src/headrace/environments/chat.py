@@ -120,7 +120,7 @@ def _make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydan
 
 
 def _compact_schema(schema: Any) -> Any:
-    """Remove what does not help a model: titles that repeat names, and `additionalProperties`."""
+    """Return a schema without what does not help a model: titles that repeat names, `additionalProperties`."""
     if isinstance(schema, list):
         return [_compact_schema(part) for part in schema]
     if not isinstance(schema, dict):

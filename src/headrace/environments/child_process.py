@@ -48,7 +48,7 @@ def connect_to_parent() -> socket.socket:
     """Return a child's socket to its parent, have this process end with the parent, and escape what it prints."""
     escape_output()
     channel, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     for descriptor in (channel, lifeline):
         os.set_inheritable(descriptor, False)  # grandchildren must not hold them open
     _end_with_parent(lifeline)
@@ -62,7 +62,7 @@ def _end_with_parent(lifeline: int) -> None:
     """
     if sys.platform == "linux":
         signal.signal(signal.SIGIO, signal.SIG_DFL)  # ends the process
-    else:  # where the default is to ignore it
+    else:  # other systems ignore SIGIO by default
         signal.signal(signal.SIGIO, lambda number, frame: os._exit(1))
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

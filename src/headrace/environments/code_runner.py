@@ -181,7 +181,7 @@ def _execute_test(job: Job, test: dict[str, Any], directory: str, descriptors: t
                 result = dumps(function(*test["arguments"]))
                 write(REPORT_FD, read(TOKEN_FD, TOKEN_BYTES) + result.encode())
             else:
-                for thread in threading.enumerate():  # they end with it
+                for thread in threading.enumerate():  # as at the end of any Python program
                     if thread is not threading.current_thread() and not thread.daemon:
                         thread.join()
             status = 0
@@ -206,7 +206,7 @@ def drop_privileges(job: Job, directory: str | None = None) -> None:
     if LINUX:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by the change of user
         LIBC.prctl(PR_SET_DUMPABLE, 1)
-        LIBC.capset(struct.pack("Ii", CAPABILITIES_V3, 0), bytes(24))  # a superuser without privileges
+        LIBC.capset(struct.pack("Ii", CAPABILITIES_V3, 0), bytes(24))  # drop all capabilities of a superuser
     if job["filter"] is not None:
         _install_filter(bytes.fromhex(job["filter"]))
 
@@ -316,7 +316,7 @@ def list_descendants(pid: int) -> list[int]:
     """Return the ids of the processes below this one, as /proc numbers them; [] where there is no /proc."""
     pids = [int(os.readlink("/proc/self")) if LINUX and pid == os.getpid() else pid]
     for parent in pids:  # grows during the loop
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             for task in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{task}/children") as file:
                     pids += map(int, file.read().split())
@@ -349,7 +349,7 @@ def _read_memory_bytes(pid: int) -> int:
         return int(file.read().partition("\nPss:")[2].split()[0]) << 10
     with suppress(OSError), open(f"/proc/{pid}/statm") as file:  # smaps_rollup is not readable
         return int(file.read().split()[1]) * resource.getpagesize()
-    return 0  # it has just ended
+    return 0  # the process has just ended
 
 
 def _exceeds_disk_limit(directory: str, limit: int) -> bool:
@@ -358,7 +358,7 @@ def _exceeds_disk_limit(directory: str, limit: int) -> bool:
     while unseen and used <= limit:
         try:
             for entry in os.scandir(unseen.pop()):
-                with suppress(FileNotFoundError):  # it has just been removed
+                with suppress(FileNotFoundError):  # the entry has just been removed
                     used += max(entry.stat(follow_symlinks=False).st_blocks * 512, MIN_ENTRY_BYTES)
                     if entry.is_dir(follow_symlinks=False):
                         unseen.append(entry.path)
@@ -384,7 +384,7 @@ def _count_user_tasks() -> int:
     """Return the number of processes and threads of this user."""
     tasks = 0
     for entry in os.scandir("/proc"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             if entry.name.isdecimal() and entry.stat().st_uid == os.getuid():
                 tasks += len(os.listdir(f"/proc/{entry.name}/task"))
     return tasks

@@ -135,7 +135,7 @@ class PluginRegistry:
     def decorator(self, plugin: Plugin) -> Plugin: ...
 
     def decorator(self, plugin: Any) -> Any:
-        """Register what follows: `@register`, or `@register("name")`."""
+        """Register the decorated plugin: `@register`, or `@register("name")`."""
         return functools.partial(self.register, name=plugin) if isinstance(plugin, str) else self.register(plugin)
 
     def find(self, name: str) -> Callable[..., Any]:

@@ -212,12 +212,12 @@ class _Process:
         return not self._killed or self._process.poll() is None
 
     def kill(self, cause: str, kind: str = "process") -> None:
-        """Kill it with all that it has started. A pending call fails with this cause and kind."""
+        """Kill the process with all that it has started. A pending call fails with this cause and kind."""
         if self._killed:
             return
         self._killed = True
         self._cause, self._kind = cause, kind
-        kill_descendants(self._process.pid)  # those that have left its group
+        kill_descendants(self._process.pid)  # also those that have left its process group
         child_process.kill_group(self._process.pid)
         os.close(self._lifeline)
         if not self._loop.is_closed():
@@ -228,7 +228,7 @@ class _Process:
         self.remove_group()
 
     def remove_group(self) -> None:
-        """Remove its cgroup, after its end."""
+        """Remove the cgroup of the process, after its end."""
         if self._group is not None:
             self._group.remove()
 
@@ -270,11 +270,11 @@ class _Process:
         return False
 
     def _cpu_seconds(self) -> float:
-        """Return its CPU time so far; wall-clock time where the system does not report it."""
+        """Return the CPU time of the process so far; wall-clock time where the system does not report it."""
         if sys.platform == "linux" and self._limits is not None:
             return measure_descendants(self._process.pid).cpu_s  # each call has its own process
         if sys.platform == "linux":
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 return time.clock_gettime(~self._process.pid << 3 | 2)  # Linux's clock id of a process
         return time.monotonic()
 
@@ -297,7 +297,7 @@ class _Process:
             outcome.cancel()
 
     async def _wait_for_exit(self) -> str:
-        """Return how it ended or was killed."""
+        """Return how the process ended or was killed."""
         if not self._killed:
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)

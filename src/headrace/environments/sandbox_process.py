@@ -124,7 +124,7 @@ def _execute_confined(call: Call, limits: Limits) -> bytes:
     must not execute what a model wrote.
     """
     if (before_fork := getattr(import_function(call.method), "before_fork", None)) is not None:
-        with suppress(Exception):  # the call raises it, too
+        with suppress(Exception):  # the call itself raises the same exception
             before_fork(*unpack(call.arguments))
     reading, writing = os.pipe()
     if os.fork() == 0:
@@ -133,7 +133,7 @@ def _execute_confined(call: Call, limits: Limits) -> bytes:
             devnull = os.open(os.devnull, os.O_RDWR)
             for target, source in enumerate((devnull, devnull, devnull, writing)):
                 os.dup2(source, target)
-            os.closerange(4, 1 << 16)  # above all the socket to the parent
+            os.closerange(4, 1 << 16)  # most importantly the socket to the parent
             code_runner.drop_privileges(limits)
             with os.fdopen(3, "wb") as report:
                 report.write(_execute(call))

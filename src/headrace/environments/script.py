@@ -73,7 +73,7 @@ def call_tool(name: str, /, **arguments: Any) -> Message:
 
 
 async def play(environment: Environment, task: Task, answer: AnswerFunction) -> tuple[list[Rollout], Script]:
-    """Run one episode with these replies."""
+    """Run one episode with scripted replies; return its rollouts and the script."""
     script = Script(answer)
     return await environment.run(task, script), script
 

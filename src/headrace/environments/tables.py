@@ -187,7 +187,7 @@ def _load_dataset(name: str, subset: str | None, split: str, title: str) -> Any:
 
 
 def _check_split(split: str, splits: list[str], title: str) -> None:
-    """Refuse an unknown split. A slice such as `train[:100]` is left to the library."""
+    """Raise `DataError` for an unknown split. A slice such as `train[:100]` is left to the library."""
     if splits and split not in splits and split.replace("_", "").isalnum():
         raise DataError("no such split", key="split", value=split, file=title, fix=f"Splits: {', '.join(splits)}.")
 
@@ -197,7 +197,7 @@ def _convert_row(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the nulls that Arrow adds where one message or call lacks a field of another."""
+    """Return a value without the nulls that Arrow adds where one message or call lacks a field of another."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

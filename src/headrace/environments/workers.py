@@ -220,7 +220,7 @@ class WorkerProcess:
         self._lifeline: int
 
     async def start(self) -> None:
-        """Start it and wait until it is ready, or has ended and `cause` is set."""
+        """Start the process and wait until it is ready, or has ended and `cause` is set."""
         try:
             await self._spawn()
         except Exception as error:  # no memory, descriptors or threads left: may succeed later
@@ -245,7 +245,7 @@ class WorkerProcess:
     async def run_job(
         self, method: str, argument: Any, result: msgspec.msgpack.Decoder[Any], context: Context | None = None
     ) -> Any:
-        """Run one job and return its decoded result. Cancelling this cancels the job."""
+        """Run one job and return its decoded result. Cancelling the caller cancels the job."""
         number, pending = self._channel.call(method, encode((argument,)))
         job = self.jobs[number] = Job(context)
         pending.add_done_callback(partial(self._finish, number))
@@ -283,7 +283,7 @@ class WorkerProcess:
         self._close_if_drained()
 
     async def close(self) -> None:
-        """End it, even while jobs run."""
+        """End the process, even while jobs run."""
         if self._exit_watcher is not None:
             self._closing = True
             self._channel.close()
@@ -372,7 +372,7 @@ class WorkerProcess:
         self._lost.set()
 
     def _kill(self, cause: str) -> None:
-        """Kill it and all that it has started."""
+        """Kill the process and all that it has started."""
         self.ready = False
         self.cause = self.cause or cause
         kill_group(self._process.pid)

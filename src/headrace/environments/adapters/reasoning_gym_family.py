@@ -220,7 +220,7 @@ def tasks_of_family(request: Request) -> list[dict[str, Any]]:
                 stdout=subprocess.DEVNULL,
                 cwd=folder,
                 env={**os.environ, **ONE_THREAD, **SAME_ORDER},
-                start_new_session=True,  # it ends with whatever it has started
+                start_new_session=True,  # it is ended together with what it has started
             )
         try:
             ours.sendall(msgspec.json.encode(request) + b"\n")

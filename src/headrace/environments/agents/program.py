@@ -285,7 +285,7 @@ class Processes:
             )
             try:
                 self._watch(process.pid)
-                status = await _feed(process, stdin)  # the program starts once it has its input, when it is watched
+                status = await _feed(process, stdin)  # the program gets its input once it is watched
             finally:
                 kill_group(process.pid)
                 await process.wait()
@@ -310,7 +310,7 @@ class Processes:
     def _watch(self, group: int) -> None:
         """Have the reaper kill this process group if this process dies; start the reaper if needed."""
         self._running.add(group)
-        if self._reaper is None or self._reaper.poll() is not None:  # it was killed
+        if self._reaper is None or self._reaper.poll() is not None:  # the reaper was killed
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
                 stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its input
+        signal.signal(number, signal.SIG_IGN)  # the reaper ends when its input closes
     running: set[int] = set()
     for line in sys.stdin:
         (running.add if line[0] == "+" else running.discard)(int(line[1:]))

@@ -110,7 +110,7 @@ class CodeExecution(SandboxReward):
             raise ValueError(f"the task has no tests under {self._tests_field!r}")
         image = None if self._image_field is None else data.get(self._image_field)
         await self._check_installation(image)
-        passed = []  # if the solution stops the runner
+        passed = []  # stays empty if the solution stops the runner
         try:
             passed = await self._run(text, tests, {"entry": entry, "image": image, **self._limits})
         except CallTimeout:
@@ -167,7 +167,7 @@ def run_tests(text: str, tests: list[dict[str, Any]], job: dict[str, Any], folde
     status, answer = _start_runner({"code": code, "tests": tests, **job}, folder)
     try:
         results = msgspec.json.decode(answer, type=list[str | None]) if status == 0 else []
-    except ValueError:  # the solution has written there
+    except ValueError:  # the solution has written to the runner's output
         results = []
     if len(results) != len(tests):
         return [False] * len(tests)
@@ -197,7 +197,7 @@ def _start_runner(job: dict[str, Any], folder: str) -> tuple[int, bytes]:
         assert runner.stdin is not None and runner.stdout is not None
         with runner:
             runner.stdin.write(json.dumps(job).encode() + b"\n")
-            runner.stdin.flush()  # and left open: the runner ends, with all that it runs, when this process does
+            runner.stdin.flush()  # and left open: the runner ends when its input closes
             answer = runner.stdout.read(max_bytes)
             return runner.wait(), answer
     finally:
@@ -212,7 +212,7 @@ def _build_command(job: dict[str, Any], directory: str) -> tuple[list[str], Mapp
     python, files = ["python3", "-I", "-X", "utf8", RUNNER_INSIDE], {RUNNER_INSIDE: RUNNER}
     disk_mb = job["disk_mb"] + 1 + max(4 * len(test.get("input", "")) >> 20 for test in job["tests"])
     if job["image"]:
-        job |= {"contained": True, "user": None}  # podman has changed it
+        job |= {"contained": True, "user": None}  # podman sets the user
         limits = {"memory_mb": job["memory_mb"], "processes": job["processes"]}
         return isolation.podman_command(job["image"], python, files, disk_mb=disk_mb, **limits), os.environ
     python[0] = sys.executable
@@ -236,7 +236,7 @@ def _is_expected(kind: str, result: str, expected: Any) -> bool:
 
 
 def _is_equal(value: Any, expected: Any) -> bool:
-    """Compare as Python does, except that True is not 1."""
+    """Return whether two values are equal as in Python, except that True is not 1."""
     match value, expected:
         case (bool(), _) | (_, bool()):
             return value is expected

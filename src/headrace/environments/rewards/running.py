@@ -79,7 +79,7 @@ class Rewards:
 
     @property
     def have_groups(self) -> bool:
-        """Whether any of them scores whole groups."""
+        """Whether any reward scores whole groups."""
         return any(form != "completion" for form in self._forms.values())
 
     async def score(self, text: str, data: Data) -> dict[str, float]:

@@ -33,7 +33,7 @@ class Exact:
         gold = str(gold_of(data, self._field))
         if self._strip:
             text, gold = text.strip(), gold.strip()
-        if self._ignore_case and len(text) <= 3 * len(gold):  # a letter folds into three at most
+        if self._ignore_case and len(text) <= 3 * len(gold):  # casefold() turns a letter into three at most
             text, gold = text.casefold(), gold.casefold()
         return float(text == gold)
 

@@ -78,7 +78,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise BadExpression(f"an exponent is a whole number from -{MAX_EXPONENT} to {MAX_EXPONENT}")
     if not base and exponent < 0:
         raise BadExpression("division by zero")
-    bits = max(abs(base.numerator), base.denominator).bit_length() - 1  # of 2**bits at least
+    bits = max(abs(base.numerator), base.denominator).bit_length() - 1  # the base is at least 2**bits
     if bits * abs(exponent) > LARGEST.bit_length():
         raise BadExpression(_TOO_LARGE)
     return _check_size(Fraction(base ** int(exponent)))

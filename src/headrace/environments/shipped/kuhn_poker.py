@@ -139,7 +139,7 @@ class KuhnPoker(Environment):
             for deal in DEALS
             for seat in (0, 1)
         ]
-        rng.shuffle(tasks)  # any few of them cover all kinds
+        rng.shuffle(tasks)  # so that the first few tasks cover all kinds
         return tasks
 
     async def run(self, task: Task, context: Context) -> list[Rollout]:

@@ -51,7 +51,7 @@ class Unsupported(BadInput):
 def prepare_library() -> None:
     """Prepare the library for many episodes on one event loop."""
     verifiers("utils.version").verifiers_commit()  # runs git once, before the first episodes
-    logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every episode
+    logging.getLogger("verifiers").setLevel(logging.WARNING)  # the library logs every episode
     for field in verifiers("graph").MessageNode.model_fields.values():
         if field.default_factory is list:  # pydantic inspects its signature for every message: half of the cost
             field.default_factory = lambda: []
@@ -123,7 +123,7 @@ def _plugin_name(name: str, base: type, key: str | None) -> str:
             raise BadInput(f"not a {base.__name__} of verifiers, but {plugin!r:.80}", key=key, value=name)
         register_plugin(alias, plugin)
         return alias
-    if "." in module.partition("@")[0]:  # a version follows
+    if "." in module.partition("@")[0]:  # without a version: NAME@VERSION
         try:
             sys.modules[alias] = importlib.import_module(module)
         except ModuleNotFoundError as error:

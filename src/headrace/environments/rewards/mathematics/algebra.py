@@ -76,7 +76,7 @@ class AlgebraComparer(NumberComparer):
             return False
         numbers = [parse_number(value.latex) for value in (gold, answer)]
         places = [number.places for number in numbers if number is not None and number.places is not None]
-        last_place = mpmath.mpf(10) ** -max(places) if places else mpmath.inf  # to which decimals may be rounded
+        last_place = mpmath.mpf(10) ** -max(places) if places else mpmath.inf  # decimals may be rounded to it
         verdict = _compare_values(pair[0], pair[1], last_place)
         return bool(verify(*pair, timeout_seconds=None)) if verdict is None else verdict
 
@@ -117,7 +117,7 @@ def _parse(text: str) -> Expression:
 
 
 def _pair_bars(text: str) -> str:
-    """Write absolute values with opening and closing bars: a bar opens after a sign, or where none is open."""
+    """Return absolute values with opening and closing bars: a bar opens after a sign, or where none is open."""
     pieces = text.split("|")
     written, opened = pieces[0], 0
     for piece in pieces[1:]:
@@ -130,7 +130,7 @@ def _pair_bars(text: str) -> str:
 def _compare_values(gold: Expression, answer: Expression, last_place: Any) -> bool | None:
     """Compare the values of two expressions; None if too few points have values."""
     if gold.is_Rational and answer.is_Rational:
-        return bool(gold == answer)  # of any size
+        return bool(gold == answer)  # exact, whatever their size
     if gold.has(AppliedUndef) or answer.has(AppliedUndef):
         return None  # lambdify must not call a function by a name from the model
     rounding = last_place if gold.has(sympy.Float) or answer.has(sympy.Float) else None

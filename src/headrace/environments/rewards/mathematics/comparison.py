@@ -82,7 +82,7 @@ class NumberComparer:
             return gold.latex == choice[1]
         first, second = _IN_BASE.fullmatch(gold.latex), _IN_BASE.fullmatch(answer.latex)
         if first and second and "_" in gold.latex + answer.latex and gold.unit == answer.unit:
-            base = first[3] or "10"  # which an answer may leave out: the question states it
+            base = first[3] or "10"  # an answer may leave out the base: the question states it
             same_base = base == (second[3] or base)
             return same_base and first[1] + first[2].lstrip("0") == second[1] + second[2].lstrip("0")
         plain = [len(gold.latex) == 1 or number is not None, len(answer.latex) == 1 or other is not None]

@@ -95,7 +95,7 @@ class _Normalizer:
 
     def __init__(self, text: str, variables: bool) -> None:
         self._variables = variables
-        self._raw = _TOKEN.findall(text)[::-1]  # the next one is the last
+        self._raw = _TOKEN.findall(text)[::-1]  # reversed: pop() takes the next one
         self._before = ""
         self._depth = 0
 
@@ -191,7 +191,7 @@ class _Normalizer:
         """Return a command and its name as one token: `\\begin{pmatrix}`."""
         name = "".join(unwrap_word(token) if is_word(token) else token for token in self._read_argument(words=True))
         if (command, name) == (r"\begin", "array"):
-            self._read_argument()  # how its columns are aligned
+            self._read_argument()  # skip the alignment of its columns
         if command == r"\operatorname" and rf"\{name}" in vocabulary.FUNCTIONS:
             return [rf"\{name}"]
         return [f"{command}{{{name}}}"]
