@@ -153,7 +153,8 @@ class World:
                 ("headrace.inference.client.engine_client.HttpClient", lambda: SimulatedHttp(self.network)),
                 ("headrace.launch.supervisor.POLL_S", SUPERVISOR_POLL_S),
                 ("headrace.inference.client.pool.RetryState.fail", counted),
-                ("headrace.transport.epochs.Epoch._renew", lambda epoch: None),  # else in a thread, in real time
+                # Otherwise leases are renewed in a thread, in real time.
+                ("headrace.transport.epochs.Epoch._renew_until_released", lambda epoch: None),
             ):
                 stack.enter_context(mock.patch(target, stand_in))
             level = logging.root.manager.disable
