@@ -99,7 +99,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for number, tokens in enumerate((arguments.tokens, arguments.tokens // 3, arguments.tokens // 2), 1):
         start = time.perf_counter()
         samples = warmup_rows(vocabulary, 1024, tokens)[number % 2]
-        packed = model.row([sample.token_ids for sample in samples])
+        packed = model.pack_row([sample.token_ids for sample in samples])
         places = torch.arange(packed.token_ids.shape[1], device=model.device)
         labels = packed.token_ids[0].roll(-1)
         scores = model.score(packed, places, labels, torch.ones(len(places), device=model.device))

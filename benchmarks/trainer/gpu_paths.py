@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from headrace.trainer.memory_plan import MODES, Mode
+from headrace.trainer.memory_plan import MODES, RecomputeMode
 from headrace.trainer.model import PackedModel
 from headrace.trainer.packed_row import Kernel, PackedRow
 
@@ -37,7 +37,7 @@ class Way:
 
     attention: Kernel
     compiled: bool = False
-    checkpointing: Mode = False
+    checkpointing: RecomputeMode = False
     offload: bool = False
     fp32_head: bool = False
 
@@ -143,13 +143,13 @@ def seconds(model: PackedModel, row: PackedRow) -> float:
 def exact_logprobs(directory: Path, given: list[np.ndarray]) -> Tensor:
     model = model_of(directory, Way("sdpa"), torch.float32)
     with torch.no_grad():
-        return logprobs(model, model.row(given))
+        return logprobs(model, model.pack_row(given))
 
 
 def measure(directory: Path, way: Way, given: list[np.ndarray], exact: Tensor, steps: int) -> str:
     """A line of the table."""
     model = model_of(directory, way)
-    row = model.row(given)
+    row = model.pack_row(given)
     first = seconds(model, row)
     torch.cuda.reset_peak_memory_stats()
     taken = sorted(seconds(model, row) for _ in range(steps))
@@ -170,7 +170,7 @@ def compare_ways(directory: Path, name: str, tokens: int, steps: int) -> None:
 def compare_lengths(directory: Path, tokens: int) -> None:
     model = model_of(directory, Way("cudnn", compiled=True))
     lengths = [tokens - 1 - tokens * part // 160 for part in range(12)]
-    taken = [seconds(model, model.row(sequences("one", length))) for length in lengths]
+    taken = [seconds(model, model.pack_row(sequences("one", length))) for length in lengths]
     programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     print(f"\ntwelve lengths: {programs} programs; fastest step {min(taken):.2f} s, slowest of the last ten", end=" ")
     print(f"{max(taken[2:]):.2f} s")

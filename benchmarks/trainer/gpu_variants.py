@@ -105,7 +105,7 @@ def head() -> Variants:
             weight.grad = hidden.grad = None
 
     return [
-        ("adds products to float32?", lambda: f"{lm_head._widens(DEVICE, torch.bfloat16)}"),
+        ("adds products to float32?", lambda: f"{lm_head._supports_wide_addmm(DEVICE, torch.bfloat16)}"),
         ("eager, 4096", partial(measured, eager, 4096)),
         ("compiled, 4096", partial(measured, compiled, 4096)),
         *((f"kernels, {chunk}", partial(measured, kernels, chunk)) for chunk in (1024, 2048, 4096, 8192, 16384)),
@@ -258,7 +258,7 @@ def narrow() -> Variants:
         model.module.to(dtype)
         rng = np.random.default_rng(0)
         lengths = [len(sample) - 1 for sample in draw(case, 0, 1)]
-        row = model.row([rng.integers(0, 150_000, length) for length in lengths])
+        row = model.pack_row([rng.integers(0, 150_000, length) for length in lengths])
         places = torch.arange(sum(lengths), device=DEVICE)
         labels = torch.randint(0, VOCABULARY, (len(places),), device=DEVICE)
         ones = torch.ones(len(places), device=DEVICE)

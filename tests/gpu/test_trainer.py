@@ -17,10 +17,10 @@ from headrace.trainer import lm_head
 from headrace.trainer.lm_head import label_logprobs
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.loss import ce_loss
-from headrace.trainer.memory_plan import MODES, Mode
+from headrace.trainer.memory_plan import MODES, RecomputeMode
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.step import TrainStep, _Sums
+from headrace.trainer.step import MetricSums, TrainStep
 from headrace.trainer.tokens import COMPONENTS, StepTokens
 from headrace.trainer.warmup import warmup_rows
 from tests.trainer.losses import default_loss
@@ -101,7 +101,9 @@ def gradients(directory: Path, samples: list[Sample], **settings: Any) -> tuple[
     ("mode", "compile"), [*((mode, False) for mode in MODES), ("attention", True), ("selective", True)]
 )
 @pytest.mark.parametrize("name", ROWS)
-def test_a_step_in_bfloat16_has_the_gradients_of_one_in_float32(directory: Path, name: str, mode: Mode, compile: bool):
+def test_a_step_in_bfloat16_has_the_gradients_of_one_in_float32(
+    directory: Path, name: str, mode: RecomputeMode, compile: bool
+):
     samples = ROWS[name]
     metrics, expected = gradients(directory, samples, dtype=torch.float32, attention="sdpa")
     found, given = gradients(
@@ -119,7 +121,7 @@ def test_a_step_in_bfloat16_has_the_gradients_of_one_in_float32(directory: Path,
 
 @pytest.mark.parametrize(("mode", "compile"), [(False, False), ("selective", True), ("full", True)])
 def test_grouped_experts_in_bfloat16_have_the_gradients_of_a_loop_in_float32(
-    directory_with_experts: Path, mode: Mode, compile: bool, monkeypatch: pytest.MonkeyPatch
+    directory_with_experts: Path, mode: RecomputeMode, compile: bool, monkeypatch: pytest.MonkeyPatch
 ):
     samples = ROWS["several"]
     with monkeypatch.context() as patch:
@@ -196,14 +198,14 @@ def test_no_micro_batch_waits_for_the_gpu(kind: str, request: pytest.FixtureRequ
         torch.cuda.set_sync_debug_mode("error")
         try:
             batch = tokens.micro_batch(group, CUDA, model.kernel)
-            step._loss(tokens, batch, counts, {}, _Sums(), None).backward()
+            step._loss(tokens, batch, counts, {}, MetricSums(), None).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         step.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", ["attention", "auto"])
-def test_a_step_takes_no_more_memory_than_its_plan_says(tmp_path: Path, mode: Mode | str):
+def test_a_step_takes_no_more_memory_than_its_plan_says(tmp_path: Path, mode: RecomputeMode | str):
     config = Qwen3Config(
         vocab_size=32_000,
         hidden_size=1024,
@@ -260,6 +262,7 @@ def test_the_frozen_base_of_an_adapter_is_narrow_and_its_adapter_is_not(director
     tokens = samples_of([700])[0].token_ids
     labels = torch.from_numpy(tokens[1:].astype(np.int64)).to(CUDA)
     given, expected = (
-        each.logprobs(each.row([tokens[:-1]]), places, labels, torch.ones(699, device=CUDA)) for each in (model, exact)
+        each.logprobs(each.pack_row([tokens[:-1]]), places, labels, torch.ones(699, device=CUDA))
+        for each in (model, exact)
     )
     assert (given - expected).abs().mean() < 0.02

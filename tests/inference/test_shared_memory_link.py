@@ -379,14 +379,14 @@ def test_a_gpu_without_room_has_versions_go_through_the_host(
 
 def test_memory_is_taken_at_once_where_engines_are_known_to_be_on_the_gpu(driver: HostDriver) -> None:
     sender = WeightsSender(device=CPU)
-    sender.share(100)
+    sender.allocate_shared(100)
     assert len(driver.open) == 1
     row = sender.writable_buffer(lambda: 0)
     assert row is not None and len(driver.open) == 1
     sender.close()
     for carrier in ("stream", "nccl"):
         other = WeightsSender(device=CPU, carrier=carrier)  # type: ignore[arg-type]
-        other.share(100)
+        other.allocate_shared(100)
         assert other.writable_buffer(lambda: 100) is None
         other.close()
     assert len(driver.open) == 1
@@ -410,15 +410,15 @@ def test_a_row_is_lent_for_its_version_and_reusable_without_readers(
     assert len(row.bytes) == 1 << 21  # whole pages
     first = take_snapshot(tensors.items(), bucket_size=64, buffer=row)
     monkeypatch.setattr("headrace.trainer.snapshot.READERS_TIMEOUT_S", 0.01)
-    with first.lent() as one, first.lent() as two:
+    with first.lend() as one, first.lend() as two:
         assert one == two and one is not None
         assert not row.begin_write()
     assert sender.writable_buffer(lambda: 0) is row
-    with first.lent() as one:
+    with first.lend() as one:
         assert one is None  # it is being written
     tensors["a"].zero_()
     second = take_snapshot(tensors.items(), bucket_size=64, buffer=row)
-    with first.lent() as one, second.lent() as two:
+    with first.lend() as one, second.lend() as two:
         assert one is None and two is not None
     assert torch.equal(torch.cat(first.buckets)[:28].view(torch.float32), torch.arange(7.0))  # kept on the host
     sender.close()

@@ -50,7 +50,7 @@ def sequences() -> list[np.ndarray]:
 
 def score(model: PackedModel, parts: list[np.ndarray], temperature: float) -> torch.Tensor:
     """Each token's logprob after those before it, sequences end to end."""
-    row = model.row(parts)
+    row = model.pack_row(parts)
     predictors = torch.from_numpy(np.concatenate([places[:-1] for places in row.places]))
     labels = torch.from_numpy(np.concatenate([part[1:] for part in parts]))
     return model.score(row, predictors, labels, torch.full((len(labels),), temperature)).logprobs

@@ -22,7 +22,7 @@ def packed_module(name: str, layers: int, **sizes: int) -> Any:
         config.layer_types = (config.layer_types * layers)[:layers]
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config)
-    module.set_attn_implementation(attention.NAME)
+    module.set_attn_implementation(attention.PACKED_ATTENTION)
     return module.train()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from headrace.trainer.adam8bit import BLOCK, MAX_CHUNK, Adam8bit, decode, encode
+from headrace.trainer.adam8bit import BLOCK_ENTRIES, MAX_CHUNK_ENTRIES, Adam8bit, decode, encode
 from headrace.trainer.optim import Optimizer, adamw
 
 
@@ -19,7 +19,7 @@ def generator(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize(("key", "error"), [("exp_avg", 0.07), ("exp_avg_sq", 0.05)])
 def test_a_moment_is_kept_to_a_few_percent_of_its_size(key: str, error: float) -> None:
     """Two neighbouring codes near the largest differ by power / levels, and further below by more."""
-    moment = torch.rand(3, 2 * BLOCK + 5, generator=generator()) * 0.5 + 0.5
+    moment = torch.rand(3, 2 * BLOCK_ENTRIES + 5, generator=generator()) * 0.5 + 0.5
     moment *= -1 if key == "exp_avg" else 1
     restored = decode(*encode(moment, key, generator()), key)
     assert restored.shape == moment.shape
@@ -29,7 +29,7 @@ def test_a_moment_is_kept_to_a_few_percent_of_its_size(key: str, error: float) -
 @pytest.mark.parametrize(("key", "power", "levels"), [("exp_avg", 4, 127), ("exp_avg_sq", 6, 255)])
 def test_rounding_has_no_bias(key: str, power: int, levels: int) -> None:
     """A rounding deviates by at most half the distance of two codes; the mean of n by five times that / sqrt(n)."""
-    moment, repeats, random = torch.logspace(-6, 0, BLOCK)[None], 500, generator()
+    moment, repeats, random = torch.logspace(-6, 0, BLOCK_ENTRIES)[None], 500, generator()
     mean = torch.stack([decode(*encode(moment, key, random), key) for _ in range(repeats)]).mean(0)
     code = (moment ** (1 / power) * levels).floor()
     distance = ((code + 1) / levels) ** power - (code / levels) ** power
@@ -46,7 +46,7 @@ def test_zeros_stay_and_no_second_moment_becomes_zero() -> None:
 
 def test_a_second_moment_follows_gradients_that_become_smaller() -> None:
     """Rounded to the nearest code, a decay of a thousandth would be lost in every step."""
-    weight = Parameter(torch.zeros(8, BLOCK))
+    weight = Parameter(torch.zeros(8, BLOCK_ENTRIES))
     optimizer = Adam8bit([weight], betas=(0.9, 0.99))
     for step in range(300):
         weight.grad = torch.full_like(weight, 1.0 if step < 100 else 0.1)
@@ -62,13 +62,13 @@ def test_a_large_parameter_is_updated_in_chunks_like_a_small_one(monkeypatch: py
     from headrace.trainer import adam8bit
 
     def first_step(chunk: int) -> torch.Tensor:
-        monkeypatch.setattr(adam8bit, "MAX_CHUNK", chunk)
+        monkeypatch.setattr(adam8bit, "MAX_CHUNK_ENTRIES", chunk)
         weight = Parameter(torch.zeros(7, 300))
         weight.grad = torch.randn(7, 300, generator=generator())
         Adam8bit([weight], lr=0.1).step()
         return weight.detach()
 
-    assert torch.equal(first_step(MAX_CHUNK), first_step(2 * 300))
+    assert torch.equal(first_step(MAX_CHUNK_ENTRIES), first_step(2 * 300))
 
 
 def test_it_learns_as_adamw_in_float32_does() -> None:

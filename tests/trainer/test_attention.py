@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.trainer import attention
 from headrace.trainer.attention import (
-    Choice,
+    KernelSetting,
     UnavailableAttention,
     UnsupportedModel,
     _Arguments,
@@ -114,7 +114,7 @@ def test_attention_is_computed_in_the_type_of_the_values():
 
 
 @pytest.mark.parametrize("choice", ["auto", "sdpa"])
-def test_a_cpu_computes_in_blocks(choice: Choice):
+def test_a_cpu_computes_in_blocks(choice: KernelSetting):
     assert available_kernel(choice, CPU, torch.float32, head_dim=64) == "sdpa"
 
 

@@ -250,7 +250,7 @@ def test_a_base_in_bfloat16_learns_a_float32_adapter_and_is_merged_in_float32(qw
     parameters = dict(model.module.named_parameters())
     assert {p.dtype for name, p in parameters.items() if ".lora_" in name} == {torch.float32}
     assert {p.dtype for name, p in parameters.items() if ".lora_" not in name} == {torch.bfloat16}
-    row, places, ones = model.row([np.arange(40)]), torch.arange(39), torch.ones(39)
+    row, places, ones = model.pack_row([np.arange(40)]), torch.arange(39), torch.ones(39)
     scores = model.score(row, places, places + 1, ones)
     scores.logprobs.sum().backward()
     assert {name for name, p in parameters.items() if p.grad is not None} == set(model.trained_tensors())

@@ -36,7 +36,7 @@ def module_with(checkpointing: str = "none", offload: bool = False) -> Any:
     if checkpointing != "none":
         checkpoint_layers(module.model.layers, checkpointing)
     if offload:
-        offload_activations(module.model.layers, smallest=1)
+        offload_activations(module.model.layers, min_bytes=1)
     return module
 
 
@@ -77,7 +77,7 @@ def test_gradients_on_a_gpu_are_those_of_the_plain_model(
     if compiled:
         compile_layers(module.model.layers)
     if offload:
-        offload_activations(module.model.layers, smallest=1)
+        offload_activations(module.model.layers, min_bytes=1)
     row = make_row(sequences_that_share(scale=80), torch.device("cuda"), "auto")
     for _ in range(2):  # the second pass finds the first one's buffers
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

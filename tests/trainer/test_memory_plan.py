@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.trainer.memory_plan import GIB, MODES, MemoryPlan, Mode, ModelSizes, make_memory_plan
+from headrace.trainer.memory_plan import GIB, MODES, MemoryPlan, ModelSizes, RecomputeMode, make_memory_plan
 
 QWEN3 = ModelSizes(
     hidden_size=1024,
@@ -18,7 +18,7 @@ QWEN3 = ModelSizes(
 STATE = 16 * 596_000_000
 
 
-def plan(limit: float, longest: int = 16384, mode: Mode | str = "auto", state: int = STATE) -> MemoryPlan:
+def plan(limit: float, longest: int = 16384, mode: RecomputeMode | str = "auto", state: int = STATE) -> MemoryPlan:
     return make_memory_plan(QWEN3, int(limit * GIB), state=state, chunk=4096, longest=longest, mode=mode)
 
 
@@ -29,11 +29,11 @@ def test_bytes_of_a_token_are_those_counted_by_hand():
     selective = attention + 2 * (2048 + 2 * 1024 + 1024 + 2 * 3072)
     # Two norms, rotated queries and keys, the activation; the second stream instead of the output projection.
     everything = selective + 2 * (2 * 1024 + 2048 + 1024 + 3072) + (4 - 2) * 1024
-    assert QWEN3.kept() == {"full": full, "attention": attention, "selective": selective, False: everything}
+    assert QWEN3.kept_bytes() == {"full": full, "attention": attention, "selective": selective, False: everything}
 
 
 def test_experts_keep_the_inputs_and_outputs_of_a_token_once_for_each_that_it_takes():
-    dense, experts = QWEN3.kept(), replace(QWEN3, experts_per_token=8).kept()
+    dense, experts = QWEN3.kept_bytes(), replace(QWEN3, experts_per_token=8).kept_bytes()
     outputs = 2 * 8 * 1024
     assert [experts[mode] - dense[mode] for mode in MODES] == [0, 0, outputs, 3 * outputs]
 
@@ -41,7 +41,7 @@ def test_experts_keep_the_inputs_and_outputs_of_a_token_once_for_each_that_it_ta
 def test_frozen_experts_keep_the_outputs_that_the_gates_need_and_no_inputs():
     """The gradient of a gate needs the output of its expert; that of frozen weights needs none of their inputs."""
     learn = replace(QWEN3, experts_per_token=8)
-    learned, frozen = learn.kept(), replace(learn, experts_learn=False).kept()
+    learned, frozen = learn.kept_bytes(), replace(learn, experts_learn=False).kept_bytes()
     activation, stream, outputs = 2 * 3072, 4 * 1024, 2 * 8 * 1024
     assert [learned[mode] - frozen[mode] for mode in MODES] == [0, 0, 0, activation + stream + 2 * outputs]
 

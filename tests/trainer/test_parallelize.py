@@ -91,7 +91,7 @@ def test_layers_compile_with_all_that_is_wrapped_around_them(
         checkpoint_layers(module.model.layers, checkpointing)
     compile_layers(module.model.layers, backend="aot_eager", sharded=sharded)
     if offload:
-        offload_activations(module.model.layers, smallest=1)
+        offload_activations(module.model.layers, min_bytes=1)
     if sharded:
         for part in (*module.model.layers, module.model):
             fully_shard(part, mesh=Ranks().mesh())

@@ -13,7 +13,7 @@ from headrace.rollout.batch import Batch, BatchSample, encode_batch
 from headrace.rollout.types import NOT_SAMPLED
 from headrace.rollout.version import Version
 from headrace.trainer.model import PackedModel
-from headrace.trainer.probe import choose, sampled_logprobs, write_probe
+from headrace.trainer.probe import choose_samples, sampled_logprobs, write_probe
 from headrace.transport.batches import TRAINER_LOGPROBS, ProbeStore
 from tests.trainer.training_samples import ARCHITECTURES, make_sample, random_samples, write_random_model
 
@@ -35,24 +35,24 @@ def entries(count: int, length: int = 10, prompt: int = 4) -> list[BatchSample]:
 
 
 def test_sequences_fill_the_budget_and_the_last_is_cut_to_it():
-    chosen = choose(entries(20), step=3, tokens=36, seq_len=64)
+    chosen = choose_samples(entries(20), step=3, tokens=36, seq_len=64)
     assert [len(entry.sample) for entry in chosen] == [10, 10, 10, 6]
     assert len({entry.rollout for entry in chosen}) == 4
 
 
 def test_the_step_decides_which():
-    rollouts = [[e.rollout for e in choose(entries(50), step, tokens=50, seq_len=64)] for step in (1, 1, 2)]
+    rollouts = [[e.rollout for e in choose_samples(entries(50), step, tokens=50, seq_len=64)] for step in (1, 1, 2)]
     assert rollouts[0] == rollouts[1] != rollouts[2]
 
 
 def test_a_cut_that_leaves_nothing_sampled_is_left_out():
-    assert [len(entry.sample) for entry in choose(entries(20), step=0, tokens=14, seq_len=64)] == [10]
+    assert [len(entry.sample) for entry in choose_samples(entries(20), step=0, tokens=14, seq_len=64)] == [10]
 
 
 def test_one_sequence_is_probed_however_long_it_is():
-    (long,) = choose(entries(3, length=60), step=0, tokens=8, seq_len=64)
+    (long,) = choose_samples(entries(3, length=60), step=0, tokens=8, seq_len=64)
     assert len(long.sample) == 60
-    (cut,) = choose(entries(3, length=60), step=0, tokens=8, seq_len=32)
+    (cut,) = choose_samples(entries(3, length=60), step=0, tokens=8, seq_len=32)
     assert len(cut.sample) == 32
 
 
@@ -62,7 +62,7 @@ def test_tokens_that_were_not_sampled_are_not_probed():
     first_token_alone = make_sample([1, 2], 0)
     first_token_alone.mask[1], first_token_alone.versions[1] = False, NOT_SAMPLED
     samples = [written, first_token_alone, make_sample([1, 2, 3], 3)]
-    assert choose([BatchSample(s, "env", i) for i, s in enumerate(samples)], 1, tokens=100, seq_len=64) == []
+    assert choose_samples([BatchSample(s, "env", i) for i, s in enumerate(samples)], 1, tokens=100, seq_len=64) == []
 
 
 def test_logprobs_are_those_of_the_plain_model_at_each_samples_temperature(model: PackedModel, directory: Path):

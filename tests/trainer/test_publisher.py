@@ -79,7 +79,7 @@ def test_the_size_of_a_version_is_known_before_it_is_published(name: str, store:
     model = PackedModel(write_random_model(tmp_path / "model", ARCHITECTURES[name]), dtype=torch.bfloat16)
     publisher = Publisher(store, model, host="127.0.0.1")
     publisher.publish(V1)
-    assert publisher._size() == read_manifest(store.path(V1)).size
+    assert publisher._version_bytes() == read_manifest(store.path(V1)).size
     publisher.close()
 
 

@@ -132,7 +132,7 @@ def test_the_reference_of_an_adapter_is_the_base_model(directory: Path):
     with torch.no_grad():
         for parameter in adapted.named_parameters().values():
             parameter.add_(torch.randn_like(parameter))
-    row = base.row([np.array([1, 5, 9, 2, 7])])
+    row = base.pack_row([np.array([1, 5, 9, 2, 7])])
     scored = row, torch.arange(4), torch.tensor([5, 9, 2, 7]), torch.ones(4)
     assert not torch.equal(adapted.logprobs(*scored), base.logprobs(*scored))
     with reference.swapped_in():

@@ -1,13 +1,13 @@
 """AdamW with its two moments in 8 bits each: 2 bytes of state per parameter instead of 8, also in checkpoints.
 
-A moment is stored in blocks of `BLOCK` consecutive entries of a row, as one byte each and one float32 scale, the
-largest magnitude in the block. A byte q stands for scale * (q / levels) ** power: small entries are as precise,
-relative to their size, as their share of a sum needs. Rounding is random and unbiased. A step changes the second moment
-by a thousandth, much less than the distance of two bytes: rounded to the nearest, it would never move.
+A moment is stored in blocks of consecutive entries of a row, as one byte each and one float32 scale, the largest
+magnitude in the block. A byte q stands for scale * (q / levels) ** power, which has finer steps for small entries.
+Rounding is random and unbiased: a step changes the second moment by a thousandth, much less than the distance of two
+bytes, so that with rounding to the nearest it would never change.
 
-The random numbers depend on the step alone, so a resumed run repeats its steps. Blocks are in rows,
-so that a parameter that is sharded by rows has a state that is sharded in the same way. Left out on purpose: parameters
-with one dimension, which are few and stay in float32.
+The random numbers depend on the step alone, so a resumed run repeats its steps. Blocks are in rows, so that the state
+of a parameter that is sharded by rows is sharded in the same way. Left out on purpose: parameters with one dimension,
+which are few and stay in float32.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-BLOCK = 256
-MAX_CHUNK = 1 << 24
-"""Entries that are updated at once: about twenty temporary values for each."""
+from headrace.trainer.ranks import local_part
+
+BLOCK_ENTRIES = 256
+"""Entries of a moment that share a scale."""
+MAX_CHUNK_ENTRIES = 1 << 24
+"""Entries that are updated at a time: about twenty temporary values for each."""
 _POWERS = {"exp_avg": 4, "exp_avg_sq": 6}
 _LEVELS = {"exp_avg": 127, "exp_avg_sq": 255}
-"""Values of one sign: the first moment has two."""
+"""Levels of one sign: the first moment has two signs."""
 _CODES, _SCALES = "_codes", "_scales"
-"""What the names of a moment's two tensors end in."""
+"""Endings of the names of a moment's two tensors."""
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -46,11 +49,11 @@ class Adam8bit(torch.optim.Optimizer):
                 if not state:
                     state.update({key: empty_state(parameter, key) for key in state_keys(parameter)})
                 state["step"] += 1
-                _update(parameter, state, group)
+                _update_parameter(parameter, state, group)
 
 
 def state_keys(parameter: Tensor) -> tuple[str, ...]:
-    """Return the names of a parameter's state."""
+    """Return the names of the tensors in a parameter's state."""
     parts = ("",) if parameter.ndim < 2 else (_CODES, _SCALES)
     return ("step", *(moment + part for moment in _POWERS for part in parts))
 
@@ -65,8 +68,8 @@ def empty_state(parameter: Tensor, key: str) -> Tensor:
 
 
 def _empty_scales(parameter: Tensor) -> Tensor:
-    local = _local(parameter)
-    blocks = -(-local.shape[-1] // BLOCK)
+    local = local_part(parameter)
+    blocks = -(-local.shape[-1] // BLOCK_ENTRIES)
     scales = local.new_zeros((*local.shape[:-1], blocks), dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return scales
@@ -75,29 +78,31 @@ def _empty_scales(parameter: Tensor) -> Tensor:
     return DTensor.from_local(scales, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
 
 
-def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _update_parameter(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     assert parameter.grad is not None
     step = int(state["step"])
-    weights, gradient = _local(parameter), _local(parameter.grad)
-    local = {key: _local(value) for key, value in state.items() if key != "step"}
+    weights, gradient = local_part(parameter), local_part(parameter.grad)
+    local = {key: local_part(value) for key, value in state.items() if key != "step"}
     if weights.ndim < 2:
-        _step(weights, gradient, local["exp_avg"], local["exp_avg_sq"], step, group)
+        _adamw_step(weights, gradient, local["exp_avg"], local["exp_avg_sq"], step, group)
         return
     random = torch.Generator(weights.device).manual_seed(step)
-    rows = max(1, MAX_CHUNK // weights.shape[-1])
+    rows = max(1, MAX_CHUNK_ENTRIES // weights.shape[-1])
     tensors = {"weights": weights, "gradient": gradient, **local}
     chunks = [torch.split(each.view(-1, each.shape[-1]), rows) for each in tensors.values()]
     for chunk in zip(*chunks, strict=True):
         views = dict(zip(tensors, chunk, strict=True))
         moments = {key: decode(views[key + _CODES], views[key + _SCALES], key) for key in _POWERS}
-        _step(views["weights"], views["gradient"], moments["exp_avg"], moments["exp_avg_sq"], step, group)
+        _adamw_step(views["weights"], views["gradient"], moments["exp_avg"], moments["exp_avg_sq"], step, group)
         for key, moment in moments.items():
             codes, scales = encode(moment, key, random)
             views[key + _CODES].copy_(codes)
             views[key + _SCALES].copy_(scales)
 
 
-def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
+def _adamw_step(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]
+) -> None:
     """Update moments and weights in place, as torch.optim.AdamW does."""
     first, second = group["betas"]
     gradient = gradient.to(mean.dtype)
@@ -111,7 +116,7 @@ def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step:
 def encode(moment: Tensor, key: str, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return a moment [rows, width] as bytes, rounded at random without bias, and a scale per block."""
     power, levels = _POWERS[key], _LEVELS[key]
-    blocks = _in_blocks(moment)
+    blocks = _split_into_blocks(moment)
     scales = blocks.abs().amax(-1)
     shares = (blocks.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).clamp(max=1)
     below = (shares.pow(1 / power) * levels).floor().clamp(max=levels - 1)
@@ -126,19 +131,15 @@ def encode(moment: Tensor, key: str, random: torch.Generator) -> tuple[Tensor, T
 
 
 def decode(codes: Tensor, scales: Tensor, key: str) -> Tensor:
-    """Return the moment of bytes [rows, width] and scales [rows, blocks], float32."""
-    values = _in_blocks(codes.to(torch.float32))
+    """Return a moment [rows, width], float32, from its bytes [rows, width] and scales [rows, blocks]."""
+    values = _split_into_blocks(codes.to(torch.float32))
     is_negative = values >= (128 if key == "exp_avg" else 256)
     magnitudes = torch.where(is_negative, values - 128, values).div(_LEVELS[key]).pow(_POWERS[key])
     moment = torch.where(is_negative, -magnitudes, magnitudes) * scales[..., None]
     return moment.flatten(-2)[:, : codes.shape[-1]].contiguous()
 
 
-def _in_blocks(rows: Tensor) -> Tensor:
-    """Return rows [rows, width] as [rows, blocks, BLOCK], with zeros at the end."""
-    missing = -rows.shape[-1] % BLOCK
-    return torch.nn.functional.pad(rows, (0, missing)).view(len(rows), -1, BLOCK)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _split_into_blocks(rows: Tensor) -> Tensor:
+    """Return rows [rows, width] as [rows, blocks, BLOCK_ENTRIES], with zeros at the end."""
+    missing = -rows.shape[-1] % BLOCK_ENTRIES
+    return torch.nn.functional.pad(rows, (0, missing)).view(len(rows), -1, BLOCK_ENTRIES)

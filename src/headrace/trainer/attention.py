@@ -2,10 +2,10 @@
 
 The row's layout names the kernel. `sdpa` runs everywhere and gathers sequences into padded blocks. GPU kernels read
 sequences back to back through one custom operator, which decides when it runs whether a row has one sequence, several,
-or several with a shared prefix: a compiler would otherwise make a program for each case. A single sequence is computed
-by cuDNN, which is the fastest, everything else by flash attention. Neither has capped scores, sinks, or values of
-another size than keys: such models use `sdpa`. Keys and values of shared prefixes are gathered for
-each sequence, again in the backward pass. Left out on purpose: dropout, and attention that is not causal.
+or several with a shared prefix: a compiler would otherwise make a program for each case. cuDNN, which is the fastest,
+computes a single sequence, flash attention everything else. Neither supports capped scores, sinks, or values of another
+size than keys: such models use `sdpa`. Keys and values of shared prefixes are gathered for each sequence, and gathered
+again in the backward pass. Left out on purpose: dropout, and attention that is not causal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headrace.errors import BadInput
 from headrace.trainer.packed_row import Kernel, PaddedBlocks, RowLayout, VarlenSequences
 
 _aten = torch.ops.aten
-NAME = "headrace_packed"
-Choice = Kernel | Literal["auto"]
+PACKED_ATTENTION = "headrace_packed"
+KernelSetting = Kernel | Literal["auto"]
 SINKS = ".sinks"
 """The name that transformers gives the attention sinks of a layer."""
 LINEAR = "linear_attn"
@@ -36,15 +36,15 @@ class UnsupportedModel(BadInput):
 
 
 class UnavailableAttention(BadInput):
-    """The configured kernel does not run here."""
+    """The configured attention kernel does not run on this device."""
 
 
 def available_kernel(
-    choice: Choice, device: torch.device, dtype: torch.dtype, head_dim: int, special: str | None = None
+    choice: KernelSetting, device: torch.device, dtype: torch.dtype, head_dim: int, special: str | None = None
 ) -> Kernel:
-    """Return the configured kernel, for `auto` the fastest that runs here; raise if it does not run here.
+    """Return the configured kernel, for `auto` the fastest that runs on this device; raise if it does not run there.
 
-    `special` is what `sdpa` alone computes, from `special_attention`.
+    `special` is the result of `special_attention`.
     """
     if choice == "sdpa":
         return choice
@@ -59,7 +59,7 @@ def available_kernel(
 
 
 def special_attention(model: Any) -> str | None:
-    """Return what a model's attention computes that only `sdpa` has; None if nothing."""
+    """Describe what only `sdpa` can compute of a model's attention; None if every kernel can compute it."""
     config = model.config
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "this model caps its attention scores"
@@ -71,7 +71,7 @@ def special_attention(model: Any) -> str | None:
 
 
 def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why a kernel does not run here; None if it does."""
+    """Describe why a kernel does not run on a device; None if it does."""
     if device.type != "cuda":
         return f"this trainer runs on {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -88,10 +88,10 @@ def _obstacle(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim
 
 
 def head_size(config: Any) -> int:
-    """Return the dimensions of a query head; of the largest, if layers differ."""
-    sizes = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim", "global_head_dim"))
-    known = [size for size in sizes if size]
-    return int(max(known) if known else config.hidden_size // config.num_attention_heads)
+    """Return the number of dimensions of a query head; the largest, if layers differ."""
+    names = ("qk_head_dim", "head_dim", "global_head_dim")
+    sizes = [size for name in names if (size := getattr(config, name, None))]
+    return int(max(sizes) if sizes else config.hidden_size // config.num_attention_heads)
 
 
 def packed_attention(
@@ -124,19 +124,19 @@ def packed_attention(
     if isinstance(layout.sequences, PaddedBlocks):
         if window is not None and window >= layout.longest:
             window = None
-        return _in_blocks(query, key, value, layout.sequences, scaling, window, softcap, s_aux), None
+        return _attend_in_blocks(query, key, value, layout.sequences, scaling, window, softcap, s_aux), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    runs, scaling = layout.sequences, q.shape[-1] ** -0.5 if scaling is None else scaling
-    starts_and_lengths = (runs.query_starts, runs.key_starts, runs.longest_query, runs.longest_key)
-    output, _ = _attend(q, k, v, runs.keys, *starts_and_lengths, layout.kernel == "cudnn", scaling, window)
+    varlen, scaling = layout.sequences, q.shape[-1] ** -0.5 if scaling is None else scaling
+    starts_and_lengths = (varlen.query_starts, varlen.key_starts, varlen.longest_query, varlen.longest_key)
+    output, _ = _attend(q, k, v, varlen.keys, *starts_and_lengths, layout.kernel == "cudnn", scaling, window)
     return output[None], None
 
 
-AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_blocks(
+def _attend_in_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,7 +146,7 @@ def _in_blocks(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend in padded blocks. Not compiled: every number of blocks would be another program."""
+    """Attend in padded blocks. Not compiled: every number of blocks would be compiled separately."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     plain = softcap is None and sinks is None
     if q.is_cuda or not plain:  # of CUDA's kernels only flash has grouped-query attention, without masks and float32
@@ -177,7 +177,7 @@ def _softmax_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with capped scores, or with a sink per head: a score that takes its share and has no value."""
+    """Attend with capped scores, or with a sink per head: a further score in the softmax that has no value."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -42,8 +42,8 @@ from headrace.transport.digests import check_directory
 
 log = logging.getLogger(__name__)
 
-SCORED_PAIRS = 256
-"""Pairs that the reference scores at a time, before it looks for a request to stop."""
+PAIRS_PER_CHUNK = 256
+"""Pairs that the reference scores at a time: progress is shown in between."""
 
 
 def pair_loss(inputs: PackedInputs, *, loss: str, beta: float) -> LossOutputs:
@@ -89,8 +89,8 @@ class ReferenceTotals:
     def add(self, samples: list[Sample], totals: np.ndarray) -> None:
         self._totals.update(zip(map(self.key, samples), totals.tolist(), strict=True))
 
-    def of(self, samples: list[Sample]) -> np.ndarray:
-        """Return the totals; raise if the data was not there, or rendered otherwise, when the run started."""
+    def look_up(self, samples: list[Sample]) -> np.ndarray:
+        """Return the total of each sample; raise for one that was not scored when the run started."""
         totals = [self._totals.get(self.key(sample)) for sample in samples]
         if missing := totals.count(None):
             fact = (
@@ -106,7 +106,7 @@ class ReferenceTotals:
 
     @classmethod
     def read(cls, directory: Path, seq_len: int) -> ReferenceTotals | None:
-        """Return what was written; None if there is nothing."""
+        """Return the totals that were written; None if there are none."""
         if not directory.is_dir():
             return None
         for check in check_directory(directory):
@@ -130,8 +130,8 @@ class DpoTrainer(SftTrainer):
         reference = ReferenceConfig() if config.keeps_reference else None
         super().__init__(config, loss=loss, reference=reference, **options)
 
-    def _open(self, rows: Rows | None, held_out: list[Example]) -> None:
-        """Score all data with the start model, unless that is done, or the base of an adapter is there to do it."""
+    def _prepare(self, rows: Rows | None, held_out: list[Example]) -> None:
+        """Score all data with the start model, unless that is done or an adapter's base model scores each step."""
         learner, directory = self.learner, self.run_dir.reference
         if self.config.dpo.reference_free or learner.reference is not None:
             return
@@ -146,7 +146,7 @@ class DpoTrainer(SftTrainer):
         done, total = 0, len(rows) + len(held_out)
         self.status.set("scoring with the reference")
         pairs = chain(map(rows.__getitem__, range(len(rows))), held_out)
-        while examples := list(islice(pairs, SCORED_PAIRS)):
+        while examples := list(islice(pairs, PAIRS_PER_CHUNK)):
             self.status.advance("pair", done, total)
             samples = self._render(examples)
             totals = sequence_logprobs(learner.model, samples, learner.seq_len, self.stopped.is_set)
@@ -157,7 +157,7 @@ class DpoTrainer(SftTrainer):
         learner.ranks.write_directory(directory, reference.write if learner.ranks.is_first else lambda draft: None)
         self.reference = reference
 
-    def _complete(self, samples: list[Sample]) -> list[Sample] | None:
+    def _add_reference(self, samples: list[Sample]) -> list[Sample] | None:
         """Set the reference's logprob of each completion, as a whole on its first trained token."""
         learner = self.learner
         if self.config.dpo.reference_free:
@@ -166,7 +166,7 @@ class DpoTrainer(SftTrainer):
             with learner.reference.swapped_in():
                 totals = sequence_logprobs(learner.model, samples, learner.seq_len, self.stopped.is_set)
         else:
-            totals = None if self.reference is None else self.reference.of(samples)
+            totals = None if self.reference is None else self.reference.look_up(samples)
         if totals is None:
             return None
         for sample, total in zip(samples, totals, strict=True):

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-NAME = "headrace"
-"""Of this implementation, among those that transformers' models can be set to."""
+GROUPED_EXPERTS = "headrace"
+"""The name of this implementation in the registry of transformers."""
 STACKED, TRANSPOSED = "_lora", "_lora_t"
 """Endings of the attributes with adapters of stacked weights: [experts, out, in], or [experts, in, out]."""
 ALIGNED_COLUMNS = 8
@@ -70,12 +70,12 @@ class ExpertsLora(torch.nn.Module):
 
 
 def adapter_name(experts: Any, parameter: str) -> str:
-    """Return the attribute of a layer's experts that adapts a parameter; the name says whether it is transposed."""
+    """Return the name of the adapter of a parameter; its ending tells whether the parameter is transposed."""
     return f"{parameter}{TRANSPOSED if experts.is_transposed else STACKED}"
 
 
 def expert_parameters(model: Any) -> dict[str, tuple[Any, list[str]]]:
-    """Return by name the modules of stacked experts, and the names of their weights in order."""
+    """Return by module name the modules of stacked experts, and the names of their weights in order."""
     return {
         name: (module, [weight for weight, tensor in module.named_parameters(recurse=False) if tensor.ndim == 3])
         for name, module in model.named_modules()
@@ -84,7 +84,7 @@ def expert_parameters(model: Any) -> dict[str, tuple[Any, list[str]]]:
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order. The gradient is gathered, too: torch's would add up rows by atomic operations."""
+    """Reorders rows. The gradient is a gather too, while that of torch's indexing adds rows by atomic operations."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -98,4 +98,4 @@ class _Permute(torch.autograd.Function):
 
 
 _permute: Callable[..., Tensor] = _Permute.apply
-ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
+ALL_EXPERTS_FUNCTIONS.register(GROUPED_EXPERTS, grouped_experts)

@@ -3,8 +3,8 @@
 A checkpoint takes one copy of its tensors in host memory, from which it is written while training continues, if that
 fits. Otherwise it is streamed to disk through a few buckets, while training waits.
 
-Pinning memory is 20 times slower than copying to it. So it is pinned ahead, while the layers are compiled, and used
-again: torch keeps pinned memory that is free, and all of it is requested in buckets of one size.
+Pinning memory is 20 times slower than copying to it. So memory is pinned ahead, while the layers are compiled, and
+reused: torch keeps pinned memory that is free, and all of it is requested in buckets of one size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUCKET_BYTES = 1 << 26
 STREAM_BUCKETS = 8
 """Buckets of a streamed checkpoint, per rank."""
 MAX_SHARE_OF_FREE = 0.75
-"""Of a host's free memory that the copy of a checkpoint may take; the rest is for everything that grows later."""
+"""Share of a host's free memory that the copy of a checkpoint may take; the rest is for memory that grows later."""
 PUBLISHED_COPIES = 2
 """Versions in host memory: the one that every engine has, for engines that restart, and the next one."""
 

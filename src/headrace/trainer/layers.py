@@ -45,18 +45,18 @@ MIN_OFFLOADED_BYTES = 1 << 20
 
 
 def checkpoint_layers(layers: Iterable[torch.nn.Module], mode: Checkpointing) -> None:
-    """Recompute layers in the backward pass, except for what the mode keeps."""
+    """Make layers recompute their activations in the backward pass, except for those that the mode keeps."""
     policies = {"attention": _save_attention, "selective": _save_attention_and_products}
     options: dict[str, Any] = {}
     if mode != "full":
         options["context_fn"] = context = partial(create_selective_checkpoint_contexts, policies[mode])
-        # Without it, layers are not taken from the compiler's caches of earlier runs. It covers the policies' code.
+        # The key of the policies' code, without which the compiler would not use its caches of earlier runs.
         vars(context)["cache_hash"] = f"{mode} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward, options)
+        layer.forward = _with_checkpointing(layer.forward, options)
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # There is no dropout, so no RNG state to preserve.
@@ -77,18 +77,18 @@ def _save_attention_and_products(_: Any, operator: Any, *args: Any, **__: Any) -
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def offload_activations(layers: Iterable[torch.nn.Module], smallest: int = MIN_OFFLOADED_BYTES) -> None:
-    """Keep tensors that layers save for the backward pass in CPU memory; parameters stay on the GPU.
+def offload_activations(layers: Iterable[torch.nn.Module], min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
+    """Make layers keep the tensors of the backward pass in CPU memory; parameters stay on the GPU.
 
     Copies overlap with the following layers, and in the backward pass with the preceding ones. No effect on a CPU.
     """
     newest: list[Callable[[], _Stage | None]] = [lambda: None]
     for number, layer in enumerate(layers):
-        layer.forward = _offloaded(layer, newest, number == 0, smallest)
+        layer.forward = _with_offload(layer, newest, number == 0, min_bytes)
 
 
-def _offloaded(
-    layer: torch.nn.Module, newest: list[Callable[[], _Stage | None]], first: bool, smallest: int
+def _with_offload(
+    layer: torch.nn.Module, newest: list[Callable[[], _Stage | None]], first: bool, min_bytes: int
 ) -> Callable[..., Any]:
     """Return the layer's `forward` with offload. `newest` has the newest stage of a pass over the layers.
 
@@ -101,7 +101,7 @@ def _offloaded(
         stage = _Stage(hidden.device, None if first else newest[0]())
         newest[0] = weakref.ref(stage)
         shared = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        pack = _Pack(stage, list(layer.parameters()), shared, smallest)
+        pack = _PackHook(stage, list(layer.parameters()), shared, min_bytes)
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             output = forward(hidden, *args, **kwargs)
         stage.close()
@@ -110,25 +110,25 @@ def _offloaded(
     return wrapped
 
 
-class _Pack:
+class _PackHook:
     """Moves tensors that a layer saves to a stage, except for parameters and inputs that all layers share."""
 
-    def __init__(self, stage: _Stage, parameters: list[Tensor], shared: list[Tensor], smallest: int) -> None:
+    def __init__(self, stage: _Stage, parameters: list[Tensor], shared: list[Tensor], min_bytes: int) -> None:
         self._stage = stage
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *shared)}
         # Autocast saves narrower copies of parameters, which it keeps alive anyway.
         self._shapes = {shape for parameter in parameters for shape in (parameter.shape, parameter.shape[::-1])}
-        self._smallest = smallest
+        self._min_bytes = min_bytes
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, tensor: Tensor) -> Tensor | _Saved:
-        small = tensor.nbytes < self._smallest or not tensor.is_floating_point()
+    def __call__(self, tensor: Tensor) -> Tensor | _SavedTensor:
+        small = tensor.nbytes < self._min_bytes or not tensor.is_floating_point()
         shared = tensor.shape in self._shapes or tensor.untyped_storage().data_ptr() in self._storages
         return tensor if small or shared else self._stage.put(tensor)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _unpack(saved: Tensor | _Saved) -> Tensor:
+def _unpack(saved: Tensor | _SavedTensor) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.stage.take(saved.number)
 
 
@@ -152,7 +152,7 @@ class _Stage:
             torch.cuda.current_stream(device).wait_event(old._copied)
             old._tensors = None
 
-    def put(self, tensor: Tensor) -> _Saved:
+    def put(self, tensor: Tensor) -> _SavedTensor:
         """Start to copy a tensor to the host; a tensor that several operators save is copied once."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._numbers:
@@ -160,18 +160,18 @@ class _Stage:
             assert self._tensors is not None
             self._tensors.append(tensor.detach())
             if self._moves:
-                stream = _stream(self._device, "host")
+                stream = _copy_stream(self._device, "host")
                 stream.wait_stream(torch.cuda.current_stream(self._device))
                 with torch.cuda.stream(stream):
                     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
                     self._copies.append(copy.copy_(tensor.detach(), non_blocking=True))
-        return _Saved(self, self._numbers[key])
+        return _SavedTensor(self, self._numbers[key])
 
     def close(self) -> None:
         """End the layer's forward pass."""
         self._numbers.clear()
         if self._moves:
-            self._copied = _stream(self._device, "host").record_event()
+            self._copied = _copy_stream(self._device, "host").record_event()
 
     def take(self, number: int) -> Tensor:
         """Return the tensor on the GPU, and start to load those of the layer before."""
@@ -186,7 +186,7 @@ class _Stage:
     def _load(self) -> None:
         if self._tensors is not None:
             return
-        stream = _stream(self._device, "device")
+        stream = _copy_stream(self._device, "device")
         self._tensors = [torch.empty_like(copy, device=self._device) for copy in self._copies]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -195,28 +195,28 @@ class _Stage:
         self._loaded = stream.record_event()
 
 
-class _Saved(NamedTuple):
-    """Reference to a tensor of a stage."""
+class _SavedTensor(NamedTuple):
+    """A reference to a tensor of a stage."""
 
     stage: _Stage
     number: int
 
 
 @cache
-def _stream(device: torch.device, to: str) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device, to: str) -> torch.cuda.Stream:
     """Return the stream of copies to the `host` or to the `device`."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 MAX_PROGRAMS = 64
-"""Of all layers: some for each kind of attention and each recompute mode, with and without gradients."""
+"""Compiled programs of all layers: some for each kind of attention and recompute mode, with and without gradients."""
 
 
 def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor", *, sharded: bool = False) -> None:
     """Compile each layer at its first call.
 
-    With sharded parameters, their sizes would become symbolic, too: there a second row of another length makes lengths
-    symbolic by a second program.
+    With `sharded` parameters lengths are not symbolic from the start, since the sizes of parameters would be, too: a
+    second row of another length then compiles a program with symbolic lengths.
     """
     from torch._inductor import config  # takes a second to import
 
@@ -235,7 +235,7 @@ def compile_layers(layers: Iterable[torch.nn.Module], backend: str = "inductor",
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=None if sharded else True)
 
 
-def shard(layers: Iterable[torch.nn.Module], root: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def fsdp_shard(layers: Iterable[torch.nn.Module], root: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard parameters, gradients and optimizer state over a mesh, layer by layer (FSDP2); compute in `dtype`.
 
     Parameters outside of layers, such as embeddings, are in the root's group. Gradients are summed in float32, not

@@ -29,6 +29,8 @@ from headrace.trainer.packed_row import PackedRow
 
 
 class Scores(NamedTuple):
+    """Logprobs and entropies of the labels of a row."""
+
     logprobs: Tensor
     entropy: Tensor
     zero: Tensor
@@ -37,8 +39,8 @@ class Scores(NamedTuple):
     """For a model with gates: their values at each token with a latent."""
 
 
-class Scorer(torch.nn.Module):
-    """The model and its lm-head as one module: FSDP gathers parameters only inside a module's forward pass."""
+class LabelScorer(torch.nn.Module):
+    """The model and its lm-head as one module, since FSDP gathers parameters only inside a module's forward pass."""
 
     def __init__(
         self, model: Any, dtype: torch.dtype, fp32: bool, chunk: int, *, in_place: bool, latents: LatentParams | None
@@ -83,7 +85,7 @@ class Scorer(torch.nn.Module):
         return Scores(logprobs, entropy, hidden[:0].sum() + logprobs[:0].sum(), gates)
 
     def _soft_logprobs(self, hidden: Tensor, latents: Tensor, params: LatentParams) -> Tensor:
-        """Return the logprobs of soft thoughts; each chunk of logits is computed again in the backward pass."""
+        """Return the logprobs of soft latents; each chunk of logits is recomputed in the backward pass."""
         table = self.model.get_input_embeddings().weight
         sigma = noise_scale(table, params)
 
@@ -102,7 +104,7 @@ def hidden_states(model: Any, row: PackedRow, **tokens: Tensor) -> Tensor:
 
 
 def plain_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits as the model's own head computes them."""
+    """Return the logits of hidden states, computed as by the model's own head."""
     head = model.get_output_embeddings().weight.to(hidden.dtype)
     logits: Tensor = hidden @ head.t() / logit_divisor(model.config)
     softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -110,7 +112,7 @@ def plain_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def logit_divisor(config: Any) -> float:
-    """Return what a model divides its logits by (Granite), or 1 over what it multiplies them by (Cohere)."""
+    """Return the number that logits are divided by: `logits_scaling` (Granite), or 1 / `logit_scale` (Cohere)."""
     return float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1))
 
 
@@ -155,9 +157,10 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         passes, narrow, temperatures = _passes(hidden.device.type, wide), weight.to(hidden.dtype), temperatures.to(wide)
-        passes_on, learns = context.needs_input_grad[:2]
+        needs_hidden_grad, needs_weight_grad = context.needs_input_grad[:2]
         logprobs, normalizers, entropy = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(3))
-        unit = torch.empty_like(hidden) if passes_on and not learns else None
+        # With a frozen head: the gradient of the hidden states for an incoming gradient of 1.
+        unit = torch.empty_like(hidden) if needs_hidden_grad and not needs_weight_grad else None
         logits = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         for part in _chunks(len(hidden), chunk):
             values = _cap(torch.mm(hidden[part], narrow.t(), out=logits[: len(labels[part])]), softcap)
@@ -166,11 +169,11 @@ class _LabelLogprobs(torch.autograd.Function):
             if unit is not None:
                 ones = torch.ones_like(logprobs[part])
                 slope = _slope(values, softcap)
-                gradient = _times(passes.gradient(*inputs, logprobs[part], normalizers[part], ones), slope)
+                gradient = _multiply(passes.gradient(*inputs, logprobs[part], normalizers[part], ones), slope)
                 torch.mm(gradient, narrow, out=unit[part])
         context.save_for_backward(hidden, narrow, labels, temperatures, logprobs, normalizers, unit)
-        context.weight = weight if learns else None
-        context.logits = logits if learns else None  # of the last chunk, with which backward begins
+        context.weight = weight if needs_weight_grad else None
+        context.logits = logits if needs_weight_grad else None  # of the last chunk, with which backward begins
         context.chunk, context.in_place, context.softcap = chunk, in_place, softcap
         context.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -202,7 +205,7 @@ class _LabelLogprobs(torch.autograd.Function):
             is_computed = False
             slope = _slope(values, context.softcap)
             inputs = values, labels[part], temperatures[part], logprobs[part], normalizers[part], grad[part]
-            gradient = _times(passes.gradient(*inputs), slope)
+            gradient = _multiply(passes.gradient(*inputs), slope)
             if grad_hidden is not None:
                 torch.mm(gradient, narrow, out=grad_hidden[part])
             _add_product(grad_weight, gradient.t(), hidden[part])
@@ -220,7 +223,7 @@ def _slope(capped: Tensor, softcap: float | None) -> Tensor | None:
     return None if softcap is None else 1 - (capped / softcap) ** 2
 
 
-def _times(gradient: Tensor, slope: Tensor | None) -> Tensor:
+def _multiply(gradient: Tensor, slope: Tensor | None) -> Tensor:
     return gradient if slope is None else gradient.mul_(slope)
 
 
@@ -243,10 +246,10 @@ def _passes(device: str, dtype: torch.dtype) -> _Passes:
 
 
 def _score(logits: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute relative to the largest logit, as in `lm_head_kernels`.
+    """Return log-softmax at the label, its normalizer and the entropy, as `lm_head_kernels.score` does.
 
-    Then no term of the entropy, log(sum) - sum(p * x) with log(sum) >= 0 and x <= 0, is negative. The difference of the
-    normalizer and the mean logit could be negative by rounding where the model is nearly certain.
+    Logits x are taken relative to the largest, so that no term of the entropy, log(sum) - sum(p * x) with log(sum) >= 0
+    and x <= 0, is negative. The difference of the normalizer and the mean logit could be negative by rounding.
     """
     scaled = logits / temperatures[:, None]
     largest = scaled.amax(-1)
@@ -271,10 +274,10 @@ def _gradient(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a sum of a possibly wider dtype without rounding it to the narrower one."""
+    """Add the product of two matrices to `total` without rounding the product to a narrower dtype than that."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif _widens(total.device, left.dtype):
+    elif _supports_wide_addmm(total.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif total.is_cuda:
         total.add_(torch.mm(left, right, out_dtype=total.dtype))
@@ -283,7 +286,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @cache
-def _widens(device: torch.device, dtype: torch.dtype) -> bool:
+def _supports_wide_addmm(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch supports addmm of narrow matrices into float32."""
     if device.type != "cuda":
         return False

@@ -41,7 +41,7 @@ def gradient(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _score(logits, labels, temperatures, logprobs, normalizers, entropy, stride, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token: sums over exp(x - largest) and over that times x - largest, both corrected as the largest grows."""
+    """Score one token: sums of exp(x - largest), and of that times x - largest, both corrected as the largest grows."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     inverse = 1.0 / tl.load(temperatures + token)
@@ -70,7 +70,7 @@ def _score(logits, labels, temperatures, logprobs, normalizers, entropy, stride,
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient(logits, labels, temperatures, normalizers, scales, at_labels, stride, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token: -scale * softmax, and what is given at the label."""
+    """Overwrite the logits of one token with -scale * softmax, and with `at_label` at the label."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     inverse = 1.0 / tl.load(temperatures + token)

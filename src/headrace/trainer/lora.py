@@ -65,12 +65,12 @@ def add_lora(
     The same seed gives the same matrices on every rank. `base` is the name of the base model in the adapter's config.
     """
     wanted = [target_modules] if isinstance(target_modules, str) else target_modules
-    experts = _expert_targets(model, wanted)
-    chosen = _targets(model, [each for each in wanted if each != EXPERTS])
+    experts = _find_expert_targets(model, wanted)
+    chosen = _find_targets(model, [each for each in wanted if each != EXPERTS])
     # PEFT matches layers by suffix: the last part of a name, or the full name if other layers have the same suffix.
-    others = {_last(name) for name, _ in model.named_modules() if name not in chosen}
-    names = sorted({name if _last(name) in others else _last(name) for name in chosen})
-    stacked = sorted({f"{_last(name)}.{weight}" for name, (_, weights) in experts.items() for weight in weights})
+    others = {_last_part(name) for name, _ in model.named_modules() if name not in chosen}
+    names = sorted({name if _last_part(name) in others else _last_part(name) for name in chosen})
+    stacked = sorted({f"{_last_part(name)}.{weight}" for name, (_, weights) in experts.items() for weight in weights})
     config = AdapterConfig(r, alpha, names, use_rslora, base, stacked or None)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -88,15 +88,15 @@ def adapter_layers(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
 
     PEFT wraps a module of experts once for each weight, and names the wrappers from the outside.
     """
-    found = _matrices(parameters)
-    experts = [layer for layer in found if layer.endswith((STACKED, TRANSPOSED))]
-    layers = {layer: matrices for layer, matrices in found.items() if layer not in experts}
+    by_layer = _lora_matrices(parameters)
+    experts = [layer for layer in by_layer if layer.endswith((STACKED, TRANSPOSED))]
+    layers = {layer: matrices for layer, matrices in by_layer.items() if layer not in experts}
     modules: dict[str, list[str]] = {}
     for layer in experts:
         modules.setdefault(layer.rpartition(".")[0], []).append(layer)
     for module, weights in modules.items():
         for depth, layer in enumerate(reversed(weights)):
-            a, b = found[layer]
+            a, b = by_layer[layer]
             layers[module + depth * ".base_layer"] = Matrices(a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
     return layers
 
@@ -104,7 +104,7 @@ def adapter_layers(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
 def merged_parameters(parameters: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
     """Return parameters with the adapter merged; merged ones are float32."""
     result = {name: tensor for name, tensor in parameters.items() if not name.endswith((_A, _B))}
-    for layer, matrices in _matrices(parameters).items():
+    for layer, matrices in _lora_matrices(parameters).items():
         if layer.endswith(TRANSPOSED):
             name, matrices = layer.removesuffix(TRANSPOSED), Matrices(matrices.b.mT, matrices.a.mT)
         else:
@@ -113,13 +113,13 @@ def merged_parameters(parameters: Mapping[str, Tensor], scaling: float) -> dict[
     return result
 
 
-def _matrices(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
+def _lora_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Matrices]:
     layers = [name.removesuffix(_A) for name in parameters if name.endswith(_A)]
     return {layer: Matrices(parameters[layer + _A], parameters[layer + _B]) for layer in layers}
 
 
-def _expert_targets(model: Any, wanted: Sequence[str]) -> dict[str, tuple[Any, list[str]]]:
-    """Return the modules of experts to adapt."""
+def _find_expert_targets(model: Any, wanted: Sequence[str]) -> dict[str, tuple[Any, list[str]]]:
+    """Return the modules of experts to adapt, with the names of their weights."""
     experts = expert_parameters(model)
     if EXPERTS in wanted:
         if not experts:
@@ -131,7 +131,7 @@ def _expert_targets(model: Any, wanted: Sequence[str]) -> dict[str, tuple[Any, l
     return {}
 
 
-def _targets(model: Any, suffixes: Sequence[str]) -> dict[str, Linear]:
+def _find_targets(model: Any, suffixes: Sequence[str]) -> dict[str, Linear]:
     """Return the linear layers to adapt: all but the head, or those whose names end in a wanted suffix."""
     head = model.get_output_embeddings()
     layers = {name: part for name, part in model.named_modules() if type(part) is Linear and part is not head}
@@ -142,11 +142,11 @@ def _targets(model: Any, suffixes: Sequence[str]) -> dict[str, Linear]:
         # shared expert or a dense layer, if the model has stacked them.
         files = as_in_files(model, {name: tensor.to("meta") for name, tensor in model.named_parameters()})
         parts = {match[1] for name in files if (match := _EXPERT.search(name))}
-        return {name: part for name, part in layers.items() if _last(name) not in parts}
+        return {name: part for name, part in layers.items() if _last_part(name) not in parts}
     unknown = [suffix for suffix in suffixes if not any(_ends_in(name, suffix) for name in layers)]
     if unknown:
         fact = f"{type(model).__name__} has no linear layers of this name"
-        fix = f"Known: {', '.join(sorted({_last(name) for name in layers}))}, or {ALL_LINEAR}."
+        fix = f"Known: {', '.join(sorted({_last_part(name) for name in layers}))}, or {ALL_LINEAR}."
         raise BadInput(fact, key="lora.target_modules", value=unknown, fix=fix)
     return {name: part for name, part in layers.items() if any(_ends_in(name, suffix) for suffix in suffixes)}
 
@@ -155,5 +155,5 @@ def _ends_in(name: str, suffix: str) -> bool:
     return f".{name}".endswith(f".{suffix}")
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]

@@ -18,17 +18,17 @@ from headrace.inference.model_shape import LayerSizes
 
 Checkpointing = Literal["full", "attention", "selective"]
 """What is recomputed: all of a layer, all but attention, or all but attention and matrix products."""
-Mode = Checkpointing | Literal[False]
+RecomputeMode = Checkpointing | Literal[False]
 
-MODES: tuple[Mode, ...] = ("full", "attention", "selective", False)
+MODES: tuple[RecomputeMode, ...] = ("full", "attention", "selective", False)
 """From recomputing everything to recomputing nothing."""
 MAX_ROW_TOKENS = 16384
-"""More tokens per row do not make a GPU faster."""
+"""Tokens of a row beyond which a GPU does not get faster."""
 USED_SHARE_OF_FREE = 0.95
-"""Of a GPU's free memory; the rest is for fragmentation."""
+"""Share of a GPU's free memory that a plan may use; the rest is for fragmentation."""
 GIB = 1 << 30
 RESERVED_BYTES = GIB // 2
-"""For libraries."""
+"""Memory of libraries."""
 
 _DESCRIPTIONS = {
     "full": "recompute everything",
@@ -48,9 +48,9 @@ class ModelSizes(LayerSizes):
     is_compiled: bool = True
     """Without fusion, about twice as much is kept."""
     experts_learn: bool = True
-    """False: experts are frozen, and so is all else between the attention of a layer and its end."""
+    """False: experts are frozen, and so is everything after the attention of a layer."""
 
-    def kept(self) -> dict[Mode, int]:
+    def kept_bytes(self) -> dict[RecomputeMode, int]:
         """Return by mode the bytes per token that a layer keeps for the backward pass."""
         wide, narrow = self.residual_bytes, self.compute_bytes
         queries = self.num_attention_heads * self.head_dim
@@ -73,7 +73,7 @@ class ModelSizes(LayerSizes):
 class MemoryPlan:
     """The recompute mode of each layer, first layer first."""
 
-    modes: tuple[Mode, ...]
+    modes: tuple[RecomputeMode, ...]
     keeps_logits: bool
     row_tokens: int
     """The maximum tokens of a row."""
@@ -94,7 +94,7 @@ def make_memory_plan(
     state: int,
     chunk: int,
     longest: int,
-    mode: Mode | Literal["auto"] = "auto",
+    mode: RecomputeMode | Literal["auto"] = "auto",
     head_learns: bool = True,
 ) -> MemoryPlan:
     """Return the fastest plan within `limit` bytes; if none fits, the smallest one, for rows of `longest` tokens.
@@ -106,23 +106,23 @@ def make_memory_plan(
     while True:
         # Temporary memory peaks at the end of the forward pass (lm-head) or while a layer is recomputed.
         head = sizes.compute_bytes * sizes.vocab_size * (sizes.hidden_size + min(chunk, tokens))
-        layer = tokens * sizes.kept()[False]
+        layer = tokens * sizes.kept_bytes()[False]
         residual = 4 * tokens * sizes.residual_bytes * sizes.hidden_size
         fixed = state + max(head, layer) + residual + RESERVED_BYTES
-        plan = _fill(sizes, limit - fixed, tokens, chunk if head_learns else None, mode)
+        plan = _keep_most(sizes, limit - fixed, tokens, chunk if head_learns else None, mode)
         if plan.bytes + fixed <= limit or tokens == longest:
             return MemoryPlan(plan.modes, plan.keeps_logits, tokens, plan.bytes + fixed)
         tokens = max(longest, tokens // 2)
 
 
-def _fill(
-    sizes: ModelSizes, available: int, tokens: int, chunk: int | None, mode: Mode | Literal["auto"]
+def _keep_most(
+    sizes: ModelSizes, available: int, tokens: int, chunk: int | None, mode: RecomputeMode | Literal["auto"]
 ) -> MemoryPlan:
-    """Return the plan whose layers and logits use at most `available` bytes; `chunk` None: logits are not kept."""
+    """Return the plan that keeps the most in `available` bytes, without fixed costs; `chunk` None: no logits."""
     layers = sizes.num_hidden_layers
-    kept = {each: tokens * size for each, size in sizes.kept().items()}
+    kept = {each: tokens * size for each, size in sizes.kept_bytes().items()}
     logits = 0 if chunk is None else sizes.compute_bytes * sizes.vocab_size * max(tokens - chunk, 0)
-    base: Mode = "selective" if mode == "auto" else mode
+    base: RecomputeMode = "selective" if mode == "auto" else mode
     keeps_logits = chunk is not None and layers * kept[base] + logits <= available
     if not keeps_logits:
         logits = 0

@@ -27,42 +27,41 @@ from headrace.inference.model_shape import check_weights, feed_forward_sizes, tr
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import LatentParams
 from headrace.rollout.packing import Cost, cost_of_model
-from headrace.trainer.attention import NAME as PACKED
 from headrace.trainer.attention import (
-    Choice,
+    PACKED_ATTENTION,
+    KernelSetting,
     UnsupportedModel,
     available_kernel,
     head_size,
     separate_sequences,
     special_attention,
 )
-from headrace.trainer.experts import NAME as GROUPED
-from headrace.trainer.layers import checkpoint_layers, compile_layers, offload_activations, shard
-from headrace.trainer.lm_head import Scorer, Scores, accumulate_in_place, hidden_states, plain_logits
+from headrace.trainer.experts import GROUPED_EXPERTS
+from headrace.trainer.layers import checkpoint_layers, compile_layers, fsdp_shard, offload_activations
+from headrace.trainer.lm_head import LabelScorer, Scores, accumulate_in_place, hidden_states, plain_logits
 from headrace.trainer.lora import adapter_layers, add_lora, merged_parameters
 from headrace.trainer.memory_plan import (
     MAX_ROW_TOKENS,
     USED_SHARE_OF_FREE,
     MemoryPlan,
-    Mode,
     ModelSizes,
+    RecomputeMode,
     make_memory_plan,
 )
-from headrace.trainer.model_files import ModelFiles, whole, write_tensors
+from headrace.trainer.model_files import ModelFiles, write_tensors
 from headrace.trainer.packed_row import PackedRow, make_row, prefix_keys
-from headrace.trainer.ranks import Ranks
-from headrace.trainer.routing import Mode as RouterReplay
-from headrace.trainer.routing import Routing
+from headrace.trainer.ranks import Ranks, whole
+from headrace.trainer.routing import ReplayMode, Routing
 from headrace.transport.adapter import Adapter, write_adapter, write_config
 
 log = logging.getLogger(__name__)
 
 MAX_CPU_LOGITS_BYTES = 256 << 20
-"""Logits of one chunk on a CPU: larger ones are slower, and 4,096 tokens of a large vocabulary take gigabytes."""
+"""Logits of one chunk on a CPU: larger chunks are slower, and 4,096 tokens of a large vocabulary take gigabytes."""
 MIN_COMPILED_PARAMETERS = 50_000_000
-"""Parameters of the layers from which compiling, which takes about a minute, pays off on a GPU."""
+"""Minimum parameters of all layers for which compiling pays off on a GPU: it takes about a minute."""
 MAX_CPU_ACTIVATION_BYTES = 1 << 30
-"""Bytes of activations of a row on a CPU."""
+"""Activations of a row on a CPU."""
 NEGLIGIBLE_ERROR = 1e-4
 """Typical difference of logits, as a share of the largest, that counts as rounding in float32."""
 
@@ -76,8 +75,8 @@ class PackedModel:
         ranks: Ranks | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        attention: Choice = "auto",
-        activation_checkpointing: Mode | Literal["auto"] = False,
+        attention: KernelSetting = "auto",
+        activation_checkpointing: RecomputeMode | Literal["auto"] = False,
         activation_offload: bool = False,
         compile: bool | Literal["auto"] = False,
         lm_head_fp32: bool = False,
@@ -90,7 +89,7 @@ class PackedModel:
         load: bool = True,
         lora: Mapping[str, Any] | None = None,
         latents: LatentParams | None = None,
-        router_replay: RouterReplay = "off",
+        router_replay: ReplayMode = "off",
     ) -> None:
         """`memory`: bytes of the GPU that a step may use, parameters included; None for the free memory.
 
@@ -103,7 +102,7 @@ class PackedModel:
         self.directory, self.device, self.dtype = directory, ranks.device, dtype
         self.files = ModelFiles(directory)
         base_dtype = dtype if lora is not None and ranks.size == 1 else torch.float32
-        self.module = _make(directory, trust_remote_code, load, base_dtype)
+        self.module = _load_module(directory, trust_remote_code, load, base_dtype)
         separate_sequences(self.module)
         if ranks.size == 1:
             self.module.to(self.device)  # otherwise sharding moves each layer
@@ -119,7 +118,7 @@ class PackedModel:
                 raise UnsupportedModel(fact, key="model.name", value=directory) from error
         _use_packed_code(self.module)
         self.routing = Routing(self.module, router_replay)
-        self._sizes = _sizes(self.module.config)
+        self._sizes = _layer_sizes(self.module.config)
         special = special_attention(self.module)
         self.kernel = available_kernel(attention, self.device, dtype, head_size(self.module.config), special)
         self.adapter = None if lora is None else add_lora(self.module, **lora, base=str(directory))
@@ -128,10 +127,10 @@ class PackedModel:
         if latents is not None and latents.kind == "hybrid":
             add_gates(self.module, directory)
         self.module.train()
-        self._layers = list(_layers(self.module))
+        self._layers = list(_decoder_layers(self.module))
         parameters = self.module.parameters()
-        self._state = sum(p.nbytes + (training_bytes * p.numel() if p.requires_grad else 0) for p in parameters)
-        self._recomputed: Mode | Literal["auto"] = activation_checkpointing
+        self._state_bytes = sum(p.nbytes + (training_bytes * p.numel() if p.requires_grad else 0) for p in parameters)
+        self._recompute_setting: RecomputeMode | Literal["auto"] = activation_checkpointing
         if self.device.type == "cpu":
             logit_bytes = 4 * self.module.get_output_embeddings().weight.shape[0]
             lm_head_chunk = min(lm_head_chunk, max(1, MAX_CPU_LOGITS_BYTES // logit_bytes))
@@ -145,11 +144,11 @@ class PackedModel:
         if ranks.size == 1:
             accumulate_in_place(self.module.get_input_embeddings())
         in_place = ranks.size == 1
-        self._scorer = Scorer(self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=in_place, latents=latents)
+        self._scorer = LabelScorer(self.module, dtype, lm_head_fp32, lm_head_chunk, in_place=in_place, latents=latents)
         self._autocast = dtype == torch.bfloat16 and ranks.size == 1
         if ranks.size > 1:
-            _ = self.plan  # wraps the layers, which must come before sharding
-            shard(self._layers, self._scorer, ranks.mesh(), dtype)
+            _ = self.plan  # wraps the layers, before they are sharded
+            fsdp_shard(self._layers, self._scorer, ranks.mesh(), dtype)
 
     @cached_property
     def plan(self) -> MemoryPlan:
@@ -167,7 +166,7 @@ class PackedModel:
             log.info("%s", plan)
         return plan
 
-    def row(self, sequences: list[np.ndarray], routes: list[np.ndarray] | None = None) -> PackedRow:
+    def pack_row(self, sequences: list[np.ndarray], routes: list[np.ndarray] | None = None) -> PackedRow:
         """Pack sequences, with the `routes` of their tokens, for this model's device and kernel."""
         keys = None if routes is None else [prefix_keys(*pair) for pair in zip(sequences, routes, strict=True)]
         return make_row(sequences, self.device, self.kernel, keys=keys, routes=routes)
@@ -263,7 +262,7 @@ class PackedModel:
 
     def _make_plan(self) -> MemoryPlan:
         """Return a plan for the free memory; on a CPU nothing is recomputed unless configured."""
-        config, choice = self.module.config, self._recomputed
+        config, choice = self.module.config, self._recompute_setting
         if self.device.type != "cuda":
             bytes_per_token = 34 * 4 * config.num_hidden_layers * config.hidden_size  # rough estimate
             tokens = max(self._longest, min(MAX_ROW_TOKENS, MAX_CPU_ACTIVATION_BYTES // bytes_per_token))
@@ -287,7 +286,7 @@ class PackedModel:
         # Trained experts in the compute type, and the largest gradient of a stack before it is added.
         copies = 0 if self.compiles or self.dtype == torch.float32 else compute_bytes * sum(experts)
         copies += (4 + 2 * compute_bytes) * max(experts, default=0)
-        state = self._state // self.ranks.size + copies
+        state = self._state_bytes // self.ranks.size + copies
         learns = self.module.get_output_embeddings().weight.requires_grad
         plan = make_memory_plan(
             sizes, limit, state=state, chunk=self._chunk, longest=self._longest, mode=choice, head_learns=learns
@@ -325,7 +324,7 @@ class PackedModel:
                 )
 
 
-def _sizes(config: Any) -> dict[str, int]:
+def _layer_sizes(config: Any) -> dict[str, int]:
     heads = config.num_attention_heads
     return {
         "hidden_size": config.hidden_size,
@@ -338,13 +337,13 @@ def _sizes(config: Any) -> dict[str, int]:
     }
 
 
-def _layers(model: Any) -> Iterable[Any]:
+def _decoder_layers(model: Any) -> Iterable[Any]:
     """Return the decoder's layers: the first ModuleList with the configured number of layers."""
     lists = (part for part in model.base_model.modules() if isinstance(part, torch.nn.ModuleList))
     return next((part for part in lists if len(part) == model.config.num_hidden_layers), ())
 
 
-def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dtype) -> Any:
+def _load_module(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dtype) -> Any:
     """Return the module on the CPU, without dropout, with the directory's tensors or uninitialized."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -369,5 +368,5 @@ def _make(directory: Path, trust_remote_code: bool, load: bool, dtype: torch.dty
 
 
 def _use_packed_code(module: Any) -> None:
-    module.set_attn_implementation(PACKED)
-    module.set_experts_implementation(GROUPED)
+    module.set_attn_implementation(PACKED_ATTENTION)
+    module.set_experts_implementation(GROUPED_EXPERTS)

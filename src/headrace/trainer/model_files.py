@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.inference.latents import is_gate
 from headrace.trainer.host_copies import STREAM_BUCKETS
-from headrace.trainer.ranks import Ranks
+from headrace.trainer.ranks import Ranks, whole
 from headrace.trainer.tensor_files import TensorFileWriter
 
 Tensors = dict[str, Tensor]
@@ -31,7 +30,7 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 class ModelFiles:
-    """The files other than tensors: config, tokenizer, chat template, code; in memory, since the directory may go."""
+    """The files other than tensors: config, tokenizer, chat template, code; kept in memory, as they may be deleted."""
 
     def __init__(self, directory: Path) -> None:
         skipped = {path.name for pattern in _NOT_COPIED for path in directory.glob(pattern)}
@@ -63,15 +62,15 @@ def write_tensors(
 
     `transform` is applied to the full tensors of a layer.
     """
-    share: dict[str, Any] = {"keeper": ranks.index, "keepers": ranks.size, "transform": transform}
-    described = whole_layers(module, meta_tensors(tensors), dtype, **share)
+    share: dict[str, Any] = {"receiver": ranks.index, "receivers": ranks.size, "transform": transform}
+    described = gather_layers(module, meta_tensors(tensors), dtype, **share)
     content = {name: tensor for layer in described for name, tensor in layer.items()}
     name = f"model-{ranks.index + 1:05d}-of-{ranks.size:05d}.safetensors" if ranks.size > 1 else "model.safetensors"
     writer = None
     if content:
         options: dict[str, Any] = {"device": next(iter(tensors.values())).device, "blocks": STREAM_BUCKETS}
         writer = TensorFileWriter(directory / name, content, durable=False, **options)
-    for layer in whole_layers(module, tensors, dtype, **share):  # on every rank: it takes part in gathering
+    for layer in gather_layers(module, tensors, dtype, **share):  # on every rank: it takes part in gathering
         for tensor in layer.values():
             assert writer is not None
             writer.append(tensor)
@@ -90,24 +89,23 @@ def meta_tensors(tensors: Tensors) -> Tensors:
     return {n: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for n, tensor in tensors.items()}
 
 
-def whole_layers(
+def gather_layers(
     module: Any,
     tensors: Tensors,
     dtype: torch.dtype,
     *,
-    keeper: int | None,
-    keepers: int = 1,
+    receiver: int | None,
+    receivers: int = 1,
     transform: Callable[[Tensors], Tensors] = lambda tensors: tensors,
 ) -> Iterator[Tensors]:
-    """Yield full tensors in the format of files, one layer at a time; called on every rank.
+    """Gather full tensors in the format of files, and yield them one layer at a time; called on every rank.
 
+    Layers are divided among `receivers`; `receiver` is the number of this one, None to only take part in gathering.
     Gates of latents stay float32.
-
-    Yields the share of number `keeper` of `keepers`; None yields nothing, and only takes part in gathering.
     """
-    for names, owner in _shares(tensors, keepers):
+    for names, owner in _assign_layers(tensors, receivers):
         layer = {name: whole(tensors[name]) for name in names}
-        if owner == keeper:
+        if owner == receiver:
             full = transform(layer).items()
             converted = {
                 n: tensor.to(dtype) if tensor.is_floating_point() and not is_gate(n) else tensor for n, tensor in full
@@ -116,13 +114,8 @@ def whole_layers(
             yield dict(sorted(revert_weight_conversion(module, converted).items()))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor, gathered from all ranks, which must all call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _shares(tensors: Tensors, ranks: int) -> list[tuple[list[str], int]]:
-    """Return the tensor names of each layer with the rank that writes them: the one with the least so far.
+def _assign_layers(tensors: Tensors, ranks: int) -> list[tuple[list[str], int]]:
+    """Return the tensor names of each layer, and the rank that writes them: the one with the fewest numbers so far.
 
     By layer, because transformers may store several tensors of a layer as one.
     """

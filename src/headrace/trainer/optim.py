@@ -23,6 +23,7 @@ from headrace.errors import BadInput
 from headrace.inference.latents import is_gate
 from headrace.trainer import adam8bit
 from headrace.trainer.adam8bit import Adam8bit
+from headrace.trainer.ranks import whole
 
 log = logging.getLogger(__name__)
 
@@ -210,9 +211,7 @@ class Optimizer:
     def step(self, lr: float) -> float:
         """Apply the accumulated gradients and clear them; return their norm before clipping."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = get_total_norm(gradients, foreach=True)
-        if hasattr(norm, "full_tensor"):  # of sharded parameters
-            norm = norm.full_tensor()
+        norm = whole(get_total_norm(gradients, foreach=True))
         value = float(norm)
         if math.isfinite(value):
             if self.max_grad_norm is not None:

@@ -143,15 +143,15 @@ def make_row(
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     starts: dict[int, int] = {}
-    size, previous, above = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
+    size, previous, indices = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
     for index in sorted(range(len(sequences)), key=lambda index: sort_key(keys[index])):
         sequence = sequences[index]
         shared = common_prefix(previous, keys[index])
         own = len(sequence) - shared
-        above = np.concatenate([above[:shared], np.arange(size, size + own)])
+        indices = np.concatenate([indices[:shared], np.arange(size, size + own)])
         # A sequence that extends the whole one before has the queries of both.
-        spans.append(_Span(above, spans.pop().shared if spans and shared == len(previous) else shared))
-        places[index] = above
+        spans.append(_Span(indices, spans.pop().shared if spans and shared == len(previous) else shared))
+        places[index] = indices
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
         starts[index] = shared
@@ -162,8 +162,8 @@ def make_row(
         tokens.append(np.zeros(padding, np.int64))
         positions.append(np.full(padding, size - 1))
     runs = _padded_blocks(spans, size, device) if kernel == "sdpa" else _varlen_sequences(spans, device)
-    token_ids = on_device(np.concatenate(tokens).astype(np.int64), device)[None]
-    position_ids = on_device(np.concatenate(positions), device)[None]
+    token_ids = to_device(np.concatenate(tokens).astype(np.int64), device)[None]
+    position_ids = to_device(np.concatenate(positions), device)[None]
 
     def rows(stream: list[np.ndarray] | None, name: str) -> torch.Tensor | None:
         own = [] if stream is None else [(len(places[i]) - start, stream[i][start:]) for i, start in starts.items()]
@@ -172,13 +172,13 @@ def make_row(
             is_free = (joined == no_route(joined)).all(1)
             joined = joined.astype(np.int16)
             joined[is_free] = -1
-        return None if joined is None else on_device(joined, device)
+        return None if joined is None else to_device(joined, device)
 
     layout = RowLayout(kernel, max(map(len, places)), runs)
     return PackedRow(token_ids, position_ids, layout, places, rows(latents, LATENTS), rows(routes, ROUTES))
 
 
-def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a device; to a GPU asynchronously."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -218,11 +218,11 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 def _varlen_sequences(spans: list[_Span], device: torch.device) -> VarlenSequences:
     def starts(lengths: list[int]) -> torch.Tensor:
-        return on_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
+        return to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
     # The same tensors whether or not anything is shared: the compiler would specialize on one tensor used twice.
     own, lengths = [span.own for span in spans], [span.length for span in spans]
-    keys = on_device(np.concatenate([span.places for span in spans]), device)
+    keys = to_device(np.concatenate([span.places for span in spans]), device)
     return VarlenSequences(keys, starts(own), starts(lengths), max(own), max(lengths))
 
 
@@ -230,27 +230,27 @@ def _padded_blocks(spans: list[_Span], size: int, device: torch.device) -> Padde
     """Return blocks of spans of similar length; of a span that shares more than half, its unshared end."""
     whole = [span for span in spans if 2 * span.own > span.length]
     tails = [span for span in spans if 2 * span.own <= span.length]
-    similar_tails = [b for a in _similar(tails, lambda span: span.length) for b in _similar(a, lambda span: span.own)]
+    similar_tails = [b for a in _buckets(tails, lambda span: span.length) for b in _buckets(a, lambda span: span.own)]
     outputs = np.zeros(size, np.int64)
     blocks: list[PaddedBlock] = []
     counted = 0
     for group, is_whole in (
-        *((group, True) for group in _similar(whole, lambda span: span.length)),
+        *((group, True) for group in _buckets(whole, lambda span: span.length)),
         *((group, False) for group in similar_tails),
     ):
-        keys = _padded([span.places for span in group])
-        queries = keys if is_whole else _padded([span.places[span.shared :] for span in group])
+        keys = _pad_indices([span.places for span in group])
+        queries = keys if is_whole else _pad_indices([span.places[span.shared :] for span in group])
         for number, span in enumerate(group):
             first = counted + number * queries.shape[1] + (span.shared if is_whole else 0)
             outputs[span.places[span.shared :]] = np.arange(first, first + span.own)
         counted += queries.size
-        index = on_device(keys, device)
-        starts = None if is_whole else on_device(np.array([span.shared for span in group]), device)
-        blocks.append(PaddedBlock(index if is_whole else on_device(queries, device), index, starts))
-    return PaddedBlocks(blocks, on_device(outputs, device))
+        index = to_device(keys, device)
+        starts = None if is_whole else to_device(np.array([span.shared for span in group]), device)
+        blocks.append(PaddedBlock(index if is_whole else to_device(queries, device), index, starts))
+    return PaddedBlocks(blocks, to_device(outputs, device))
 
 
-def _similar(spans: list[_Span], size: Callable[[_Span], int]) -> Iterator[list[_Span]]:
+def _buckets(spans: list[_Span], size: Callable[[_Span], int]) -> Iterator[list[_Span]]:
     """Yield groups of spans, largest first; sizes within a group differ by at most a quarter, to limit padding."""
     bucket: list[_Span] = []
     for span in sorted(spans, key=size, reverse=True):
@@ -262,7 +262,7 @@ def _similar(spans: list[_Span], size: Callable[[_Span], int]) -> Iterator[list[
         yield bucket
 
 
-def _padded(places: list[np.ndarray]) -> np.ndarray:
+def _pad_indices(places: list[np.ndarray]) -> np.ndarray:
     """Stack arrays of indices; padding is index 0, which the causal mask hides and whose output is not used."""
     padded = np.zeros((len(places), max(map(len, places))), np.int64)
     for number, indices in enumerate(places):

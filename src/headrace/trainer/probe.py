@@ -26,7 +26,7 @@ def write_probe(
 
     Every rank must call it, after the step and before the version is published; the first rank writes.
     """
-    chosen = choose(batch.samples, version.step, tokens=tokens, seq_len=seq_len)
+    chosen = choose_samples(batch.samples, version.step, tokens=tokens, seq_len=seq_len)
     if not chosen:
         return
     samples = [entry.sample for entry in chosen]
@@ -46,7 +46,7 @@ def write_probe(
         probes.write(version, entries)
 
 
-def choose(samples: Sequence[BatchSample], step: int, *, tokens: int, seq_len: int) -> list[BatchSample]:
+def choose_samples(samples: Sequence[BatchSample], step: int, *, tokens: int, seq_len: int) -> list[BatchSample]:
     """Return sequences with sampled tokens, in an order seeded by the step, up to `tokens` tokens in total.
 
     The last one is truncated. The first one is kept up to `seq_len`, so that at least one is probed.
@@ -85,7 +85,7 @@ def sampled_logprobs(model: PackedModel, samples: Sequence[Sample], *, follow_ro
         return [array[: indices[-1]] for array, indices in zip(arrays, targets, strict=True)]
 
     routes = inputs([sample.streams[ROUTES] for sample in samples]) if follow_routes else None
-    row = model.row(inputs([sample.token_ids for sample in samples]), routes)
+    row = model.pack_row(inputs([sample.token_ids for sample in samples]), routes)
 
     def flat(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(model.device)

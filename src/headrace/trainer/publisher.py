@@ -17,7 +17,7 @@ from headrace.trainer.host_copies import PUBLISHED_COPIES
 from headrace.trainer.learner import Learner
 from headrace.trainer.lora import merged_parameters
 from headrace.trainer.model import PackedModel
-from headrace.trainer.model_files import meta_tensors, whole_layers
+from headrace.trainer.model_files import gather_layers, meta_tensors
 from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
 from headrace.transport.run_dir import RunDir
@@ -56,9 +56,9 @@ class Publisher:
         """Bytes of this rank's host memory for the versions that it serves."""
         if host is not None and self._is_first:
             self._sender = WeightsSender(host, port, device=model.device, carrier=carrier)
-            self.host_bytes = PUBLISHED_COPIES * self._size()
+            self.host_bytes = PUBLISHED_COPIES * self._version_bytes()
             if shared or carrier == "ipc":
-                self._sender.share(self._size())
+                self._sender.allocate_shared(self._version_bytes())
 
     def check_embedded(self) -> None:
         """Raise if the embedded engine, which has tensors as in memory, cannot install them from files."""
@@ -72,7 +72,7 @@ class Publisher:
 
     def publish(self, version: Version, *, lasting: bool = False) -> None:
         """Publish the current weights as `version`; `lasting`: as files, available after this process has ended."""
-        durable = self.must_last(version)
+        durable = self.is_lasting(version)
         if self._linked and not (lasting or durable):
             self._offer(version)
         elif self._is_first:
@@ -80,8 +80,8 @@ class Publisher:
         else:
             self._model.save_for_engine(self._weights.draft(version))
 
-    def must_last(self, version: Version) -> bool:
-        """Whether a version may be needed long after it was published."""
+    def is_lasting(self, version: Version) -> bool:
+        """Return whether a version must stay on disk, since it may be needed long after it was published."""
         return self._lasting_every is not None and version.step % self._lasting_every == 0
 
     def retire(self, keep_last: int, kept_steps: Collection[int] = ()) -> None:
@@ -100,7 +100,7 @@ class Publisher:
     def _offer(self, version: Version) -> None:
         """Publish the current weights as `version` over the link; every rank takes part in gathering them."""
         model = self._model
-        layers = whole_layers(model.module, model.tensors(), model.dtype, keeper=0 if self._is_first else None)
+        layers = gather_layers(model.module, model.tensors(), model.dtype, receiver=0 if self._is_first else None)
         tensors = (pair for layer in layers for pair in layer.items())  # gathered one layer at a time
         if self._sender is None:
             deque(tensors, maxlen=0)  # takes part in gathering
@@ -108,7 +108,7 @@ class Publisher:
         acknowledged = self._weights.acknowledged()
         needed = [each for each in self._weights.published() if acknowledged is None or each >= acknowledged]
         self._sender.keep(needed)  # before the copy, which reuses the memory of the others
-        snapshot = take_snapshot(tensors, buffer=self._sender.writable_buffer(self._size))
+        snapshot = take_snapshot(tensors, buffer=self._sender.writable_buffer(self._version_bytes))
         sender = self._sender
 
         def write(draft: Path) -> None:
@@ -117,14 +117,14 @@ class Publisher:
 
         self._weights.publish(version, write)
 
-    def _size(self) -> int:
+    def _version_bytes(self) -> int:
         """Return the bytes of a version."""
-        layers = whole_layers(self._model.module, meta_tensors(self._model.tensors()), self._model.dtype, keeper=0)
+        layers = gather_layers(self._model.module, meta_tensors(self._model.tensors()), self._model.dtype, receiver=0)
         return size_of(tensor for layer in layers for tensor in layer.values())
 
 
 def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, resuming: bool) -> None:
-    """After a restart, choose a new incarnation and publish the loaded version under it; before, if it must last."""
+    """Choose a higher incarnation after a restart, and publish the loaded version; at first only if it is lasting."""
     published = run.weights.published() if learner.ranks.is_first else []
     seen = [version.incarnation for version in published]
     if not resuming and seen:
@@ -137,7 +137,7 @@ def enter_incarnation(learner: Learner, run: RunDir, publisher: Publisher, *, re
         seen.append(acknowledged.incarnation)
     incarnation = learner.ranks.max(1 + max(seen, default=-1))
     if not incarnation:
-        if publisher.must_last(learner.version):
+        if publisher.is_lasting(learner.version):
             publisher.publish(learner.version)
         return
     learner.state.incarnation = incarnation

@@ -22,8 +22,10 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from headrace.machine import interface_address
 from headrace.rollout.schema import DamagedFile
@@ -75,7 +77,7 @@ class Ranks:
         """Return whether the condition holds on any rank, the same on every rank."""
         return bool(self.max(int(condition)))
 
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """All-reduce a tensor in place by sum; return it."""
         if self.size > 1:
             dist.all_reduce(values)
@@ -130,6 +132,17 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.int64)  # on the CPU: not behind the GPU's queue
         dist.all_reduce(tensor, how)
         return [int(value) for value in tensor.tolist()]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor, gathered from all ranks, which must all call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, which shares its memory; another tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def destroy_process_group() -> None:

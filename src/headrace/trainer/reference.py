@@ -1,8 +1,8 @@
 """The weights of a reference policy beside those in training: where the run started, or where it was some steps ago.
 
 Only trained parameters are kept: of an adapter that is the adapter, so the reference of its start is the base model. To
-score, they are exchanged with the parameters in place: FSDP2's shards and compiled layers are used as they are, and
-there is one copy, sharded like the parameters.
+score, they are swapped with the parameters in place: FSDP2's shards and compiled layers are used as they are, and there
+is one copy, sharded like the parameters.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from headrace.trainer.model import PackedModel
+from headrace.trainer.ranks import local_part
 
 
 class ReferenceWeights:
@@ -39,21 +36,16 @@ class ReferenceWeights:
                 self._swap(name)
 
     def after_step(self, step: int) -> None:
-        """Take over the current parameters if they are due."""
+        """Copy the current parameters if `every` divides the step."""
         if self.every is not None and step % self.every == 0:
             self.copy_parameters()
 
     def copy_parameters(self) -> None:
         for name, parameter in self._parameters.items():
-            _local(self.tensors[name]).copy_(_local(parameter.detach()))
+            local_part(self.tensors[name]).copy_(local_part(parameter.detach()))
 
     def _swap(self, name: str) -> None:
-        own, other = _local(self._parameters[name].detach()), _local(self.tensors[name])
-        before = own.clone()  # may run out of memory: nothing is exchanged yet
+        own, other = local_part(self._parameters[name].detach()), local_part(self.tensors[name])
+        before = own.clone()  # first, as it may run out of memory
         own.copy_(other)
         other.copy_(before)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ import torch
 from headrace.config.trainer import TrainerConfig
 from headrace.rollout.batch import Batch
 from headrace.trainer.learner import Learner
+from headrace.trainer.ranks import whole
 from headrace.trainer.rl import make_losses
 from headrace.trainer.step import StepResult
 from headrace.trainer.token_table import token_table
@@ -57,8 +58,7 @@ class Replay:
         def measure() -> None:
             for name, parameter in self.learner.optimizer.parameters.items():
                 if parameter.grad is not None:
-                    norm = parameter.grad.norm()
-                    norms[name] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+                    norms[name] = float(whole(parameter.grad.norm()))
 
         result, metrics = self._train(batch, traced=True, on_gradients=measure)
         assert result.trace is not None

@@ -24,18 +24,18 @@ from headrace.inference.experts import chosen_experts, find_routers
 from headrace.observe.metrics import spread
 from headrace.trainer.ranks import Ranks
 
-Mode = Literal["off", "record", "replay"]
-_ALL: weakref.WeakValueDictionary[int, Routing] = weakref.WeakValueDictionary()
-"""By `id`: an operator's arguments are tensors and numbers."""
+ReplayMode = Literal["off", "record", "replay"]
+_INSTANCES: weakref.WeakValueDictionary[int, Routing] = weakref.WeakValueDictionary()
+"""By `id`, which is passed to an operator: its arguments can only be tensors and numbers."""
 
 
 class LayerStatistics(NamedTuple):
     """Sums over the tokens of a forward pass in one layer, on its device."""
 
     loads: Tensor
-    """[experts]: how many tokens each one gets."""
+    """[experts]: tokens of each expert."""
     entropy: Tensor
-    """Of softmax(router logits), relative to that of a uniform distribution."""
+    """Entropy of softmax(router logits), relative to that of a uniform distribution."""
     tokens: Tensor
     changed: Tensor
     """Tokens for which the layer itself would take other experts than the recorded ones."""
@@ -44,14 +44,14 @@ class LayerStatistics(NamedTuple):
 
 
 class Routing:
-    """The routers of a model; `mode`: whether they ever see recorded routes, and whether they follow them."""
+    """The routers of a model; `mode`: whether recorded routes are ignored, compared with, or followed."""
 
-    def __init__(self, model: Any, mode: Mode) -> None:
+    def __init__(self, model: Any, mode: ReplayMode) -> None:
         self.mode = mode
         self.routers = find_routers(model)
         self.statistics: dict[int, LayerStatistics] = {}
-        """Of the last forward pass, by layer."""
-        _ALL[id(self)] = self
+        """Statistics of the last forward pass, by layer."""
+        _INSTANCES[id(self)] = self
         kinds: dict[type, type] = {}
         for layer, module in self.routers:
             kind = type(module)
@@ -76,16 +76,16 @@ class Routing:
 
 
 class _Routed:
-    """What a router has in addition to its own class. All layers have the same, and so one compiled program."""
+    """Mixin that adds recorded routes and statistics to a router, the same in all layers: one compiled program."""
 
     top_k: int
     num_experts: int
     recorded: Tensor | None
     """[tokens, experts per token] of the last forward pass; None if routes are off."""
     followed: Tensor | None
-    """Those that the layer takes. A second tensor, since a compiler would make two programs of a flag."""
+    """The experts that the layer takes. A second tensor, since a flag would be compiled to two programs."""
     place: Tensor
-    """The `id` of the `Routing` and the number of the layer: a compiler would make a program for each number."""
+    """The `id` of the `Routing` and the layer's number, as a tensor: each plain number would be compiled separately."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.recorded is None or self.followed is None:
@@ -103,7 +103,7 @@ class _Routed:
 
 
 class _ReplacedChoice(TorchFunctionMode):
-    """Replaces the choice among `num_experts` by `followed`, where it is not -1; appends the own one to `choices`."""
+    """Replaces a router's choice by `followed`, where that is not -1; appends the router's own choice to `choices`."""
 
     def __init__(self, followed: Tensor, num_experts: int, choices: list[Tensor]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _observe(chosen: Tensor, own: Tensor, recorded: Tensor, logits: Tensor, plac
     is_changed = (own[: len(recorded)].sort(-1).values != recorded).any(-1) & is_recorded
     tokens = torch.full((), float(len(chosen)), device=logits.device)
     routing, layer = place.tolist()
-    _ALL[routing].statistics[layer] = LayerStatistics(loads, entropy, tokens, is_changed.sum(), is_recorded.sum())
+    _INSTANCES[routing].statistics[layer] = LayerStatistics(loads, entropy, tokens, is_changed.sum(), is_recorded.sum())
     return chosen.clone()
 
 
@@ -149,7 +149,7 @@ class RoutingMetrics:
         self._layers: list[int] = []
 
     def add(self, statistics: dict[int, LayerStatistics], *, counts: bool = True) -> None:
-        """Add a micro-batch; without `counts` as zeros, for a rank whose row only keeps it in step with others."""
+        """Add a micro-batch; without `counts` as zeros, for a row that only keeps a rank in step with others."""
         if statistics:
             rows = [torch.cat([each.loads, torch.stack(each[1:]).float()]) for each in statistics.values()]
             sums = torch.stack(rows).double() * counts
@@ -169,7 +169,7 @@ class RoutingMetrics:
         return {name: dict(zip(self._layers, each.tolist(), strict=True)) for name, each in values.items()}
 
 
-def over_layers(by_layer: dict[str, dict[int, float]]) -> dict[str, float]:
+def summarize_layers(by_layer: dict[str, dict[int, float]]) -> dict[str, float]:
     """Return the mean, the largest and the smallest layer of each metric."""
     return {
         key: value

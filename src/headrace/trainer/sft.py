@@ -31,20 +31,20 @@ from headrace.trainer.host_copies import pin_ahead
 from headrace.trainer.learner import Learner, Stopwatch
 from headrace.trainer.loss import Loss, ce_loss
 from headrace.trainer.model import PackedModel
-from headrace.trainer.packed_row import on_device
+from headrace.trainer.packed_row import to_device
 from headrace.trainer.publisher import Publisher, enter_incarnation
 from headrace.trainer.sft_data import Example, Rows, TruncationMonitor, open_examples, open_rows
-from headrace.trainer.step import MICRO_BATCH_TOKENS
+from headrace.trainer.step import MICRO_BATCH_TOKENS, MetricSums
 from headrace.trainer.tokens import MicroBatch, StepTokens
 from headrace.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-DPO = "dpo/"
-"""Beginning of the names of metrics of pairs."""
-LOG_INTERVAL = 10
-"""Steps between log lines."""
-KEEP_WEIGHTS = 1
+DPO_PREFIX = "dpo/"
+"""Prefix of the names of DPO metrics."""
+LOG_INTERVAL_STEPS = 10
+"""Steps between two log lines."""
+KEPT_VERSIONS = 1
 """Published versions kept on disk besides those that an engine may still load."""
 
 
@@ -106,9 +106,9 @@ class SftTrainer:
             if rows.have_tools and not shows_tools(self.renderer):
                 status.notify(f"{rows.name} has tools, but the model's chat template {TOOLS_NOT_SHOWN}")
         self.examples, held_out = open_examples(config, rows, learner.state.examples)
-        self._open(rows, held_out)
+        self._prepare(rows, held_out)
         self.validation: Validation | None = None
-        if config.validation is not None and (samples := self._complete(self._render(held_out))) is not None:
+        if config.validation is not None and (samples := self._add_reference(self._render(held_out))) is not None:
             self.validation = Validation(
                 learner.model, samples, learner.seq_len, self.COMPONENT, loss, unit_size=self.UNIT_SIZE
             )
@@ -116,14 +116,14 @@ class SftTrainer:
         self.metrics = MetricsLog(run.metrics, config.COMMAND)
         self.watch = Stopwatch()
 
-    def _open(self, rows: Rows | None, held_out: list[Example]) -> None:
-        """Prepare what `_complete` needs, before the first step."""
+    def _prepare(self, rows: Rows | None, held_out: list[Example]) -> None:
+        """Prepare the reference for `_add_reference`, before the first step; SFT has none."""
 
     def _render(self, examples: Iterable[Example]) -> list[Sample]:
         return [sample for each in examples for sample in each.samples(self.renderer, self.learner.seq_len)]
 
-    def _complete(self, samples: list[Sample]) -> list[Sample] | None:
-        """Return the samples with all that the loss reads; None if `stopped`."""
+    def _add_reference(self, samples: list[Sample]) -> list[Sample] | None:
+        """Return the samples with the reference's logprobs, if the loss reads them; None if `stopped`."""
         return samples
 
     def run(self) -> Path:
@@ -141,7 +141,7 @@ class SftTrainer:
             samples = self._render(islice(self.examples, config.data.batch_size))
             counts = self.truncation.count(samples)
             self.watch.lap("time/render")
-            completed, lr = self._complete(samples), learner.learning_rate
+            completed, lr = self._add_reference(samples), learner.learning_rate
             if completed is None:
                 break
             on_micro_batch = partial(self.status.advance, f"step {step}, micro-batch")
@@ -170,7 +170,7 @@ class SftTrainer:
         if self.learner.ranks.is_first:
             self.metrics.log(step, record)
         self.status.set(step=step, loss=loss, tokens_per_second=speed)
-        if step % LOG_INTERVAL == 0 or step == last:
+        if step % LOG_INTERVAL_STEPS == 0 or step == last:
             log.info("step %d of %d: loss %.4f, %.0f tokens/s", step, last, loss, speed)
 
     def _validate(self) -> None:
@@ -189,7 +189,7 @@ class SftTrainer:
             log.info("step %d is not evaluated: an earlier evaluation is still running", learner.state.step)
             return
         publisher.publish(learner.version)
-        publisher.retire(KEEP_WEIGHTS)
+        publisher.retire(KEPT_VERSIONS)
 
     def _finish(self) -> None:
         """Validate, save the final model, and publish the final version, after which the run may end."""
@@ -250,7 +250,7 @@ def sequence_logprobs(
 
     def add(batch: MicroBatch, logprobs: torch.Tensor) -> None:
         sequences = np.searchsorted(passes.tokens.starts, batch.scored, side="right") - 1
-        totals.index_add_(0, on_device(passes.tokens.sources[sequences], device), logprobs.double())
+        totals.index_add_(0, to_device(passes.tokens.sources[sequences], device), logprobs.double())
 
     return model.ranks.all_reduce(totals).cpu().numpy() if passes.run(add, stopped) else None
 
@@ -274,26 +274,22 @@ class Validation:
         self._component, self._loss = component, loss
         self._passes = ForwardPasses(model, samples, seq_len, unit_size)
         if self._passes.count == 0:
-            examples = len(samples) // unit_size
-            raise DataError(f"validation: none of {examples} examples has trained tokens within {seq_len} tokens")
+            fact = f"none of {len(samples) // unit_size} examples of the validation set has trained tokens within it"
+            raise DataError(fact, key="seq_len", value=seq_len, fix="Raise seq_len, or validate on shorter examples.")
 
     def measure(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Return `loss`, a mean over trained tokens or pairs, and of pairs also the loss's metrics; None if stopped."""
         tokens, ranks = self._passes.tokens, self._passes.ranks
-        sums: dict[str, torch.Tensor] = {}
+        sums = MetricSums()
 
         def add(batch: MicroBatch, logprobs: torch.Tensor) -> None:
             outputs = self._loss(tokens.loss_inputs(self._component, batch, logprobs))
-            pairs = {"loss": (outputs.loss, outputs.loss.new_zeros(())), **outputs.metrics}
-            for name, (total, count) in pairs.items():
-                pair = torch.stack([total.detach().double(), count.double()])
-                sums[name] = sums[name] + pair if name in sums else pair
+            sums.add(outputs.metrics)
+            sums.total_loss = sums.total_loss + outputs.loss.detach().double()
 
         if not self._passes.run(add, stopped):
             return None
-        totals = dict(zip(sums, ranks.all_reduce(torch.stack(list(sums.values()))).tolist(), strict=True))
+        means = sums.means(ranks)
         [count] = ranks.sum([tokens.count(self._component)])
-        means = {"loss": totals.pop("loss")[0] / count}
-        return means | {
-            name.removeprefix(DPO): total / n for name, (total, n) in totals.items() if name.startswith(DPO)
-        }
+        pairs = {name.removeprefix(DPO_PREFIX): mean for name, mean in means.items() if name.startswith(DPO_PREFIX)}
+        return {"loss": means["loss"] / count, **pairs}

@@ -118,19 +118,19 @@ class Rows:
         self.name = name
         self.have_tools = False
         """Whether any row has tools."""
-        self.related: list[str] = []
+        self.related_digests: list[str] = []
         """For each row a digest of what it may have in common with others; empty if rows have nothing of that kind."""
-        self.fingerprint = fingerprint(self._checked())
+        self.fingerprint = fingerprint(self._check_rows())
         log.info("%s: %d rows", name, len(self))
 
-    def _checked(self) -> Iterator[list[Any]]:
+    def _check_rows(self) -> Iterator[list[Any]]:
         """Yield the content of each row; the first invalid row raises."""
         for table in self._tables:
             for row, content in enumerate(table):
                 example = self._parse(content, self._columns, table.place(row))
                 self.have_tools = self.have_tools or bool(example.tools)
                 if (shared := example.shared_content) is not None:
-                    self.related.append(fingerprint([shared]).digest)
+                    self.related_digests.append(fingerprint([shared]).digest)
                 yield example.content
 
     def __len__(self) -> int:
@@ -147,37 +147,37 @@ def open_rows(source: SourceConfig) -> Rows | None:
     """Return the rows of files or of a Hugging Face dataset; None if the examples are those of an environment."""
     columns, parse = source.columns.model_dump(exclude_none=True), format_of(source).parse
     if source.path is not None:
-        return Rows(_tables(source.path, source), columns, str(source.path), parse)
+        return Rows(_open_tables(source.path, source), columns, str(source.path), parse)
     if source.name is None:
         return None
     split = source.split or DEFAULT_SPLIT
-    table = open_dataset_table(source.name, source.subset, split, partial(_selected, source=source))
+    table = open_dataset_table(source.name, source.subset, split, partial(_select_columns, source=source))
     return Rows([table], columns, dataset_title(source.name, source.subset, split), parse)
 
 
-def sample_rows(path: Path, source: SourceConfig, most: int) -> list[Example]:
-    """Return at most `most` rows of the same files, checked, evenly spread over each file."""
-    tables = _tables(path, source)
+def sample_rows(path: Path, source: SourceConfig, limit: int) -> list[Example]:
+    """Return at most `limit` rows of the same files, checked, evenly spread over each file."""
+    tables = _open_tables(path, source)
     if not any(map(len, tables)):
         raise DataError("has no rows", file=path)
-    share = max(1, most // len(tables))
+    share = max(1, limit // len(tables))
     columns, parse = source.columns.model_dump(exclude_none=True), format_of(source).parse
     return [
         parse(table[row], columns, table.place(row))
         for table in tables
         for row in range(0, len(table), max(1, len(table) // share))
-    ][:most]
+    ][:limit]
 
 
-def _tables(path: Path, source: SourceConfig) -> list[Table]:
+def _open_tables(path: Path, source: SourceConfig) -> list[Table]:
     """Return a JSONL or Parquet file, or all such files below a directory in name order."""
     if not path.exists():
         raise DataError("no such file or directory", file=path)
-    selected = partial(_selected, source=source)
+    selected = partial(_select_columns, source=source)
     return open_directory_tables(path, selected) if path.is_dir() else [open_file_table(path, selected)]
 
 
-def _selected(existing: list[str], source: SourceConfig) -> list[str]:
+def _select_columns(existing: list[str], source: SourceConfig) -> list[str]:
     """Return the columns to read; all of them if they do not make an example, for the error message."""
     form = format_of(source)
     read = form.columns(source.columns.model_dump(exclude_none=True))
@@ -195,7 +195,7 @@ def from_rows(rows: Examples, seed: int, position: int) -> Iterator[Example]:
     """Yield endless epochs over the rows from `position` on, each in its own order."""
     epoch, start = divmod(position, len(rows))
     while True:
-        order = _random(seed, epoch).permutation(len(rows))
+        order = _make_rng(seed, epoch).permutation(len(rows))
         yield from (rows[index] for index in order[start:].tolist())
         epoch, start = epoch + 1, 0
 
@@ -206,21 +206,19 @@ def hold_out(rows: Examples, fraction: float, seed: int, related: Sequence[str] 
     `related`: a word for each row; rows with the same word are on the same side.
     """
     groups = np.unique(related, return_inverse=True)[1] if len(related) else np.arange(len(rows))
-    shuffled = _random(seed, 0, 1).permutation(groups.max() + 1)
+    shuffled = _make_rng(seed, 0, 1).permutation(groups.max() + 1)
     order = np.argsort(np.argsort(shuffled)[groups], kind="stable")  # of the rows, group by group
     ends = np.cumsum(np.bincount(groups)[shuffled])
     held = int(ends[np.searchsorted(ends, max(1, round(fraction * len(rows))))])
     if held >= len(rows):
-        raise DataError(
-            f"validation.fraction {fraction} of {len(rows)} rows leaves none to train on: use more data, or another "
-            "source for validation"
-        )
+        fact, fix = f"none of {len(rows)} rows is left to train on", "Use more data, or another source for validation."
+        raise DataError(fact, key="validation.fraction", value=fraction, fix=fix)
     return Subset(rows, np.sort(order[held:])), Subset(rows, order[:held])
 
 
-def fixed_sample(rows: Examples, most: int) -> list[Example]:
-    """Return at most `most` rows, the same ones each time."""
-    return list(islice(from_rows(rows, VALIDATION_SEED, 0), min(most, len(rows))))
+def fixed_sample(rows: Examples, limit: int) -> list[Example]:
+    """Return at most `limit` rows, the same ones each time."""
+    return list(islice(from_rows(rows, VALIDATION_SEED, 0), min(limit, len(rows))))
 
 
 def open_examples(config: OfflineConfig, rows: Rows | None, position: int) -> tuple[Iterator[Example], list[Example]]:
@@ -233,7 +231,7 @@ def open_examples(config: OfflineConfig, rows: Rows | None, position: int) -> tu
         training: Iterator[Example] = _demonstrations(config.data, config.seed, position)
     else:
         if validation is not None and validation.fraction is not None:
-            kept, held_out = hold_out(rows, validation.fraction, config.seed, rows.related)
+            kept, held_out = hold_out(rows, validation.fraction, config.seed, rows.related_digests)
             return from_rows(kept, config.seed, position), fixed_sample(held_out, validation.max_examples)
         training = from_rows(rows, config.seed, position)
     if validation is None:
@@ -285,5 +283,5 @@ class TruncationMonitor:
             raise DataError(fact, key="seq_len", value=self._seq_len, fix=f"Raise seq_len to at least {self._longest}.")
 
 
-def _random(*seeds: int) -> np.random.Generator:
+def _make_rng(*seeds: int) -> np.random.Generator:
     return np.random.default_rng([seed % 2**64 for seed in seeds])

@@ -41,9 +41,9 @@ class Snapshot(NamedTuple):
         if self.copied is not None:
             self.copied.synchronize()
 
-    def lent(self) -> contextlib.AbstractContextManager[str | None]:
+    def lend(self) -> contextlib.AbstractContextManager[str | None]:
         """Yield the IPC handle of GPU memory with this version inside the context; None if there is none."""
-        return contextlib.nullcontext() if self.buffer is None else self.buffer.lent(self.buckets)
+        return contextlib.nullcontext() if self.buffer is None else self.buffer.lend(self.buckets)
 
 
 def take_snapshot(
@@ -119,11 +119,11 @@ class _BucketWriter:
         return content[start : start + self._bucket_size]
 
     def _close_bucket(self, full: Tensor) -> None:
-        self._buckets.append(self._on_host(full))
+        self._buckets.append(self._copy_to_host(full))
         self._digests.append(digest(full))
         self._open = None
 
-    def _on_host(self, full: Tensor) -> Tensor:
+    def _copy_to_host(self, full: Tensor) -> Tensor:
         if self._device.type != "cuda":
             return full if self._buffer is None else full.clone()
         # Always as large, so that the memory of another bucket is used again.
@@ -171,7 +171,7 @@ class SharedBuffer:
             self._content = content
 
     @contextlib.contextmanager
-    def lent(self, content: object) -> Iterator[str | None]:
+    def lend(self, content: object) -> Iterator[str | None]:
         """Yield the IPC handle, hexadecimal, to read `content` inside the context; None if it has other content."""
         with self._changed:
             is_here = self._content is content

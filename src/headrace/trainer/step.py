@@ -22,10 +22,10 @@ from headrace.rollout.packing import NO_SAMPLE, Bin
 from headrace.trainer.loss import Loss, Metrics, PackedInputs
 from headrace.trainer.model import PackedModel
 from headrace.trainer.optim import Optimizer
-from headrace.trainer.packed_row import on_device
+from headrace.trainer.packed_row import to_device
 from headrace.trainer.ranks import Ranks
 from headrace.trainer.reference import ReferenceWeights
-from headrace.trainer.routing import RoutingMetrics, over_layers
+from headrace.trainer.routing import RoutingMetrics, summarize_layers
 from headrace.trainer.tokens import COMPONENTS, PENALTIES, MicroBatch, StepTokens, TokenTrace
 
 MICRO_BATCH_TOKENS = 16384
@@ -95,7 +95,7 @@ class TrainStep:
         if penalized and not self._score_by_reference(tokens, row_tokens, stopped, on_micro_batch):
             return None
         groups = tokens.cut(row_tokens)
-        sums, routing = _Sums(), RoutingMetrics()
+        sums, routing = MetricSums(), RoutingMetrics()
         trace = TokenTrace(tokens, counts) if traced else None
         computed = 0
         # Every rank runs the same number of micro-batches, at least one, since they run collectives.
@@ -114,7 +114,7 @@ class TrainStep:
         without_padding = int(tokens.lengths[tokens.sources != NO_SAMPLE].sum())
         trained, computed = self.ranks.sum([without_padding, computed])
         by_layer = routing.by_layer(self.ranks)
-        metrics = sums.means(self.ranks) | over_layers(by_layer)
+        metrics = sums.means(self.ranks) | summarize_layers(by_layer)
         if len(set(envs)) == 1:  # then its metrics are those of all
             metrics |= {f"{name}/{envs[0]}": metrics[name] for name in ("loss", "entropy") if name in metrics}
         on_gradients()
@@ -156,7 +156,7 @@ class TrainStep:
         counts = {component: tokens.count(component) for component in COMPONENTS}
         (group,) = tokens.cut(len(tokens))
         batch = tokens.micro_batch(group, self.model.device, self.model.kernel)
-        self._loss(tokens, batch, counts, {}, _Sums(), None).backward()  # type: ignore[no-untyped-call]
+        self._loss(tokens, batch, counts, {}, MetricSums(), None).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
 
     def _loss(
@@ -165,7 +165,7 @@ class TrainStep:
         batch: MicroBatch,
         counts: dict[str, int],
         by_env: dict[str, Tensor],
-        sums: _Sums,
+        sums: MetricSums,
         trace: TokenTrace | None,
     ) -> Tensor:
         """Return a micro-batch's share of the step's loss."""
@@ -207,7 +207,7 @@ class TrainStep:
             return {}
         samples = tokens.sources[np.searchsorted(tokens.starts, batch.scored, side="right") - 1]
         numbers = np.array([names.index(env) for env in envs])[samples]
-        return {name: on_device(numbers == number, batch.predictors.device) for number, name in enumerate(names)}
+        return {name: to_device(numbers == number, batch.predictors.device) for number, name in enumerate(names)}
 
 
 def _sum_and_count(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ def _ratio_bounds(device: torch.device) -> Tensor:
     return torch.tensor(BOUNDS["ratio"], dtype=torch.float64, device=device)
 
 
-class _Sums:
+class MetricSums:
     """Sums and counts of metrics by name, on the device until the end of the step."""
 
     def __init__(self) -> None:

@@ -85,12 +85,12 @@ def local_shards(tensors: Mapping[str, Tensor], *, with_whole: bool = True) -> l
     return shards
 
 
-def _device(shards: Iterable[Shard]) -> torch.device:
+def _find_device(shards: Iterable[Shard]) -> torch.device:
     """Return the GPU of the shards, or the CPU if all are there."""
     return next((shard.local.device for shard in shards if shard.local.is_cuda), torch.device("cpu"))
 
 
-def _threads(count: int, device: torch.device) -> ThreadPoolExecutor:
+def _make_threads(count: int, device: torch.device) -> ThreadPoolExecutor:
     """Return threads that use this GPU: in a new thread, CUDA would start to use the first one."""
     name = "tensor-file"
     if device.type != "cuda":
@@ -119,11 +119,11 @@ class TensorFileWriter:
 
         `device` is that of the tensors; with several, the GPU.
         """
-        header = _header(content, metadata or {})
+        header = _encode_header(content, metadata or {})
         self.path, self._durable, self._header_digest = path, durable, digest_of(header)
         self._left = len(header) + sum(tensor.nbytes for tensor in content.values())
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        self._threads = _threads(WRITER_THREADS, device)
+        self._threads = _make_threads(WRITER_THREADS, device)
         self._blocks: SimpleQueue[Tensor | None] = SimpleQueue()
         """Blocks that may be filled; None: one that is not allocated yet."""
         for _ in range(blocks or -(-self._left // BUCKET_BYTES)):
@@ -213,13 +213,13 @@ def write_shards(path: Path, shards: Sequence[Shard], *, blocks: int | None) -> 
     }
     metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
     content = {shard.name: shard.local for shard in ordered}
-    writer = TensorFileWriter(path, content, metadata, device=_device(shards), blocks=blocks, durable=True)
+    writer = TensorFileWriter(path, content, metadata, device=_find_device(shards), blocks=blocks, durable=True)
     for tensor in content.values():
         writer.append(tensor)
     return writer
 
 
-def _header(content: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def _encode_header(content: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, tensor in content.items():
@@ -302,16 +302,16 @@ def load_shards(saved: Iterable[SavedShard], shards: Sequence[Shard], digests: M
         if not shard.local.is_contiguous():
             copies.append((shard.local, shard.local.contiguous()))
             shard = shard._replace(local=copies[-1][1])
-        for path, piece in _pieces(shard, by_name.get(shard.name, [])):
+        for path, piece in _find_pieces(shard, by_name.get(shard.name, [])):
             pieces.setdefault(path, []).append(piece)
-    with _BlockReader(_device(shards)) as reader:
+    with _BlockReader(_find_device(shards)) as reader:
         for path, wanted in pieces.items():
             reader.read(path, wanted, digests.get(path.name))
     for local, contiguous in copies:
         local.copy_(contiguous)
 
 
-def _pieces(shard: Shard, entries: Sequence[SavedShard]) -> list[tuple[Path, _Piece]]:
+def _find_pieces(shard: Shard, entries: Sequence[SavedShard]) -> list[tuple[Path, _Piece]]:
     """Return the parts of a shard in memory that are in the saved entries, which must cover it."""
     local, row_shape, dtype = shard.local, tuple(shard.local.shape[1:]), _DTYPES[shard.local.dtype]
     for entry in entries:
@@ -339,7 +339,7 @@ class _BlockReader:
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._threads = _threads(READER_THREADS, device)
+        self._threads = _make_threads(READER_THREADS, device)
         self._buffers = threading.local()
 
     def __enter__(self) -> _BlockReader:

@@ -16,7 +16,7 @@ import torch
 from headrace.rollout.packing import STREAM_DEFAULTS, Bin, join_rows
 from headrace.rollout.types import LATENTS, ROUTES
 from headrace.trainer.loss import PackedInputs
-from headrace.trainer.packed_row import Kernel, PackedRow, common_prefix, make_row, on_device, prefix_keys, sort_key
+from headrace.trainer.packed_row import Kernel, PackedRow, common_prefix, make_row, prefix_keys, sort_key, to_device
 
 PENALTIES = ("k2", "k3")
 """Estimators of the divergence from a reference policy, on tokens of the rl component."""
@@ -79,7 +79,7 @@ class StepTokens:
         return int(np.logical_or.reduceat(members, self.starts).sum()) // self.unit_size
 
     def without_reference(self) -> StepTokens:
-        """Return the step with other scored tokens: those that lack the logprob of the reference of their penalty.
+        """Return a copy whose scored tokens are those that have a penalty but no logprob of its reference.
 
         The reference thinks in tokens alone. It takes the policy's experts, so that equal weights have no divergence.
         """
@@ -96,29 +96,28 @@ class StepTokens:
         size, previous = 0, np.zeros(0, np.int64)
         trained = np.flatnonzero(np.logical_or.reduceat(self.scored, self.starts)).tolist()
         units = [list(unit) for _, unit in groupby(trained, lambda index: self.sources[index] // self.unit_size)]
-        for unit in sorted(units, key=lambda unit: sort_key(self._of(unit[0], self._prefix_keys))):
-            sequences = [self._of(index, self._prefix_keys) for index in unit]
+        for unit in sorted(units, key=lambda unit: sort_key(self._part(unit[0], self._prefix_keys))):
+            sequences = [self._part(index, self._prefix_keys) for index in unit]
             others = zip(unit[1:], pairwise(sequences), strict=True)
-            taken_by_others = sum(self._taken(index, common_prefix(*pair)) for index, pair in others)
-            taken = self._taken(unit[0], common_prefix(previous, sequences[0]))
+            taken_by_others = sum(self._row_tokens(index, common_prefix(*pair)) for index, pair in others)
+            taken = self._row_tokens(unit[0], common_prefix(previous, sequences[0]))
             if not groups or size + taken + taken_by_others > limit:
                 groups.append([])
-                size, taken = 0, self._taken(unit[0], 0)
+                size, taken = 0, self._row_tokens(unit[0], 0)
             groups[-1] += unit
             size, previous = size + taken + taken_by_others, sequences[-1]
         return groups
 
-    def _taken(self, index: int, shared: int) -> int:
-        """Return the memory of a sequence in a row, in tokens, if `shared` of its tokens are in the row already."""
-        start, length = int(self.starts[index]), int(self.lengths[index])
-        own = length - shared + -(-shared // SHARED_TOKENS_PER_OWN)
-        return max(own, int(self.scored[start : start + length].sum()))
+    def _row_tokens(self, index: int, shared: int) -> int:
+        """Return the tokens that a sequence adds to a row, as a measure of memory, if `shared` are in it already."""
+        own = int(self.lengths[index]) - shared + -(-shared // SHARED_TOKENS_PER_OWN)
+        return max(own, int(self._part(index, self.scored).sum()))
 
     def loss_inputs(self, component: str, batch: MicroBatch, logprobs: torch.Tensor) -> PackedInputs:
         """Return the inputs of a component's loss for a micro-batch's scored tokens."""
 
-        def at(values: np.ndarray) -> torch.Tensor:
-            return on_device(values[batch.scored], logprobs.device)
+        def select(values: np.ndarray) -> torch.Tensor:
+            return to_device(values[batch.scored], logprobs.device)
 
         weights = self.streams.get(f"{component}_weights")
         reference = self.streams.get("kl_logprobs" if component in PENALTIES else "ref_logprobs")
@@ -127,11 +126,11 @@ class StepTokens:
         advantages = self.streams.get("advantages")
         return PackedInputs(
             logprobs,
-            at(self.logprobs),
-            None if reference is None else at(reference),
-            torch.zeros_like(logprobs) if advantages is None else at(advantages),
-            at(self.members[component]),
-            None if weights is None else at(weights),
+            select(self.logprobs),
+            None if reference is None else select(reference),
+            torch.zeros_like(logprobs) if advantages is None else select(advantages),
+            select(self.members[component]),
+            None if weights is None else select(weights),
             sequences=batch.sequences,
         )
 
@@ -146,7 +145,7 @@ class StepTokens:
         members |= {penalty: rl & weighted.get(penalty, False) for penalty in PENALTIES}
         return {component: members[component] & ~first for component in COMPONENTS}
 
-    def _of(self, index: int, values: np.ndarray) -> np.ndarray:
+    def _part(self, index: int, values: np.ndarray) -> np.ndarray:
         """Return the part of a flat array that belongs to a sequence."""
         part: np.ndarray = values[self.starts[index] : self.starts[index] + self.lengths[index]]
         return part
@@ -154,11 +153,11 @@ class StepTokens:
     def micro_batch(self, group: list[int], device: torch.device, kernel: Kernel = "sdpa") -> MicroBatch:
         """Pack a group into one row; for an empty group a row without scored tokens, to keep ranks in step."""
         predictors, scored = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        targets = [np.flatnonzero(self.scored[self.starts[i] : self.starts[i] + self.lengths[i]]) for i in group]
+        targets = [np.flatnonzero(self._part(index, self.scored)) for index in group]
 
         def inputs(values: np.ndarray) -> list[np.ndarray]:
             # Tokens from the last scored one on predict nothing that is trained.
-            parts = [self._of(index, values)[: each[-1]] for index, each in zip(group, targets, strict=True)]
+            parts = [self._part(index, values)[: each[-1]] for index, each in zip(group, targets, strict=True)]
             return parts or [values[:1]]
 
         keys = None if self._prefix_keys is self.token_ids else inputs(self._prefix_keys)
@@ -169,12 +168,12 @@ class StepTokens:
             scored = np.concatenate([self.starts[index] + each for index, each in zip(group, targets, strict=True)])
         return MicroBatch(
             row,
-            on_device(predictors, device),
-            on_device(self.token_ids[scored].astype(np.int64), device),
-            on_device(self.temperatures[scored], device),
+            to_device(predictors, device),
+            to_device(self.token_ids[scored].astype(np.int64), device),
+            to_device(self.temperatures[scored], device),
             scored,
-            on_device(np.repeat(np.arange(len(group)), np.fromiter(map(len, targets), np.int64)), device),
-            None if self.latents is None else on_device(self.latents[scored], device),
+            to_device(np.repeat(np.arange(len(group)), np.fromiter(map(len, targets), np.int64)), device),
+            None if self.latents is None else to_device(self.latents[scored], device),
         )
 
 

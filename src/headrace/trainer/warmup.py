@@ -20,7 +20,7 @@ from headrace.trainer.memory_plan import MemoryPlan
 log = logging.getLogger(__name__)
 
 MAX_WARMUP_TOKENS, MAX_WARMUP_BYTES = 4096, 4 << 30
-"""Bounds of a row; its bytes are estimated."""
+"""Limits of a row; its bytes are an estimate."""
 PROMPT_TOKENS = 37
 COMPLETION_TOKENS = (29, 31), (23, 41)
 """For each row the tokens of one shorter completion and of all others. The compiler specializes on equal sizes, so
@@ -49,14 +49,14 @@ def warmup_rows(vocabulary: int, seq_len: int, tokens: int) -> list[list[Sample]
     """Return the samples of two rows, of about `tokens` and half as many, with a shared prompt as in a group."""
     rng = np.random.default_rng(0)
 
-    def text(length: int, first: int) -> np.ndarray:
+    def random_tokens(length: int, first: int) -> np.ndarray:
         return np.concatenate([[first], rng.integers(0, vocabulary, length - 1)])
 
-    prompt = text(min(PROMPT_TOKENS, seq_len // 2), 1)
+    prompt = random_tokens(min(PROMPT_TOKENS, seq_len // 2), 1)
     rows = []
     for size, (shorter, longer) in zip((tokens, tokens // 2), COMPLETION_TOKENS, strict=True):
         # Rows are in lexicographic order: the shorter completion comes first and owns the shared prompt.
-        completions = [text(shorter, 0), *(text(longer, 1) for _ in range(max(1, size // longer)))]
+        completions = [random_tokens(shorter, 0), *(random_tokens(longer, 1) for _ in range(max(1, size // longer)))]
         rows.append([_sample(prompt, completion, seq_len) for completion in completions])
     return rows
 

@@ -5,8 +5,8 @@ over its own connection and thread. An engine that dies, hangs or sends garbage 
 affected. A version is served as long as its directory exists.
 
 An engine on the trainer's GPU opens the memory of the newest version (CUDA IPC) instead, until it reports that it has
-released it; older versions are on the host by then. That memory is allocated when such engines are known (`share`), or
-once one has connected.
+released it; older versions are on the host by then. That memory is allocated at the start (`allocate_shared`) if such
+engines are configured, or once one has connected.
 
 Left out on purpose: one broadcast to all engines, where each would wait for the slowest.
 """
@@ -88,7 +88,7 @@ class WeightsSender:
         self._port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="weights-link", daemon=True).start()
 
-    def share(self, size: int) -> None:
+    def allocate_shared(self, size: int) -> None:
         """Allocate memory for versions of `size` bytes for engines on this GPU, before the memory plan is made.
 
         No effect if memory cannot be shared or another carrier is configured.
@@ -105,7 +105,7 @@ class WeightsSender:
     def writable_buffer(self, size: Callable[[], int]) -> SharedBuffer | None:
         """Return the buffer for the next version, ready to be written, if there are engines on this GPU."""
         if self._buffer is None and self._is_shared and "ipc" in self._end.carriers:
-            self.share(size())
+            self.allocate_shared(size())
         if self._buffer is not None and not self._buffer.begin_write():
             log.warning("an engine is still reading the last version: this one is sent through the host")
             return None
@@ -198,7 +198,7 @@ class _EngineChannel:
     def send(self, version: Version, response: FetchResponse, snapshot: Snapshot | None) -> None:
         """Send a response and the buckets of the snapshot, if any."""
         if snapshot is not None and response.carrier == "ipc":
-            with snapshot.lent() as memory:
+            with snapshot.lend() as memory:
                 if memory is not None:
                     response.memory = memory
                     self._connection.send(response)
@@ -213,7 +213,7 @@ class _EngineChannel:
             return
         snapshot.wait()
         if response.carrier == "stream":
-            for what, bucket in _named(snapshot, version):
+            for what, bucket in _describe_buckets(snapshot, version):
                 self._connection.send_bytes(bucket.numpy().data, what)
             return
         if self._pair is None:
@@ -223,7 +223,7 @@ class _EngineChannel:
     def _send_by_nccl(self, pair: NcclPair, snapshot: Snapshot, version: Version) -> None:
         staging = [torch.empty_like(snapshot.buckets[0], device=self._device) for _ in range(MAX_QUEUED_TRANSFERS)]
         in_flight: deque[tuple[torch.cuda.Event, str]] = deque()
-        for number, (what, bucket) in enumerate(_named(snapshot, version)):
+        for number, (what, bucket) in enumerate(_describe_buckets(snapshot, version)):
             if len(in_flight) == MAX_QUEUED_TRANSFERS:
                 pair.wait(*in_flight.popleft())
             row = staging[number % MAX_QUEUED_TRANSFERS][: len(bucket)]
@@ -239,6 +239,6 @@ class _EngineChannel:
         self._connection.close()
 
 
-def _named(snapshot: Snapshot, version: Version) -> Iterable[tuple[str, Tensor]]:
+def _describe_buckets(snapshot: Snapshot, version: Version) -> Iterable[tuple[str, Tensor]]:
     count = len(snapshot.buckets)
     return ((f"bucket {n} of {count} of weights {version}", bucket) for n, bucket in enumerate(snapshot.buckets, 1))
