@@ -148,7 +148,7 @@ class Sandbox:
 class _Process:
     """One process, from its start to its end. It executes one call at a time; an interrupted call kills it."""
 
-    def __init__(self, memory_mb: int | None, limits: Limits | None = None, modules: Sequence[str] = ()) -> None:
+    def __init__(self, memory_mb: int | None, limits: Limits | None, modules: Sequence[str]) -> None:
         self._memory_mb = memory_mb
         self._limits = limits
         self._group: isolation.Cgroup | None = None
@@ -191,9 +191,8 @@ class _Process:
         except BaseException:
             self.kill("could not be connected to")
             raise
-        await self._prepare(
-            "start", f"{sandbox_process.__name__}:apply_limits", (SCHEMA, self._memory_mb, self._limits)
-        )
+        setup = SCHEMA, self._memory_mb, self._limits
+        await self._prepare("start", f"{sandbox_process.__name__}:apply_limits", setup)
 
     async def call(self, function: str, arguments: bytes, timeout: float, wall_factor: float) -> Any:
         if function not in self._functions:

@@ -79,20 +79,7 @@ _SCALES = {
     "pair": 2, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
 SCALES = {"gross": 144, **_SCALES, **{f"{name}s": scale for name, scale in _SCALES.items()}}
-ODD_PLURALS = (
-    "people",
-    "ppl",
-    "men",
-    "women",
-    "children",
-    "fish",
-    "sheep",
-    "deer",
-    "mice",
-    "geese",
-    "teeth",
-    "dice",
-)
+ODD_PLURALS = ("people", "ppl", "men", "women", "children", "fish", "sheep", "deer", "mice", "geese", "teeth", "dice")
 UNITS_WITHOUT_PLURAL = ("mph", "mpg", "kph", "kb", "mb", "gb", "tb", "sq", "square", "cubic")
 IGNORED_WORDS = ("total", "altogether", "left", "each")
 KNOWN_UNITS = {*CANONICAL_UNITS, *SCALES, *ODD_PLURALS, *UNITS_WITHOUT_PLURAL, *IGNORED_WORDS}
