@@ -76,7 +76,7 @@ def flip_advantages(row: dict[str, Any]) -> None:
 def write_as_the_run(run: RunDir, *statements: str) -> None:
     """Change rows with the checksums of the run itself: as wrong code, not as a damaged disk."""
     with closing(sqlite3.connect(run.journal, isolation_level=None)) as db:
-        journal_schema.prepare(db, run.journal, lambda: 1)
+        journal_schema.prepare_writer(db, run.journal, lambda: 1)
         for statement in statements:
             db.execute(statement)
 
