@@ -252,6 +252,11 @@ CHECKED_FIRST = [
         key=f"{ENV}.args.rewards.brief",
     ),
     Wrong(
+        "a misspelt argument of an environment",
+        f"rl rl.toml --{ENV}.id arithmetic --{ENV}.args.ters true",
+        key=f"{ENV}.args.ters",
+    ),
+    Wrong(
         "a misspelt table of rewards of an environment",
         f"rl rl.toml --{ENV}.id my_env:shout --{ENV}.args.reward.brief my_env.py:brief",
         {"my_env.py": SHOUT},

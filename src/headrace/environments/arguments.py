@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from headrace import imports
@@ -23,20 +23,21 @@ def bind_args(
     args: dict[str, Any],
     first: Sequence[Any] = (),
     within: str = "",
-    others: Sequence[str] = (),
+    caller: type | None = None,
 ) -> Callable[[], Made]:
     """Check that the function takes these positional and keyword arguments, and return it with them bound.
 
-    In errors, `within` is a prefix of argument names, such as `task_args.`, and `others` are further names that the
-    caller itself takes.
+    In errors, `within` is a prefix of argument names, such as `task_args.`, and the arguments of `caller`, the
+    environment that passes these on, are known ones, too.
     """
     signature = inspect.signature(function)
     try:
         signature.bind(*first, **args)
     except TypeError as error:
         parameters = list(signature.parameters.values())[len(first) :]
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        known = [*(p.name for p in named), *others]
+        named = _named(parameters)
+        others = _named(inspect.signature(caller).parameters.values()) if caller else []
+        known = [p.name for p in (*named, *others)]
         fix = f"Known arguments: {', '.join(known) or 'none'}."
         unknown = args.keys() - {p.name for p in named}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -48,6 +49,10 @@ def bind_args(
         fact = "required, but not set" if missing else str(error)
         raise BadArgument(fact, key=within + missing[0] if missing else None, fix=fix) from error
     return functools.partial(function, *first, **args)
+
+
+def _named(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def import_argument(name: str, path: str) -> Any:

@@ -150,8 +150,7 @@ def environment(
                 **args: Any,
             ) -> None:  # fmt: skip
                 own: dict[str, Any] = {"metrics": metrics, "demonstrate_mistakes": demonstrate_mistakes, **settings}
-                rows = bind_args(data, args, others=("rewards", "metrics", "demonstrate_mistakes"))
-                super().__init__(rows, prompt, rewards, **own)
+                super().__init__(bind_args(data, args, caller=type(self)), prompt, rewards, **own)
 
         Made.__name__ = Made.__qualname__ = prompt.__name__
         Made.__module__, Made.__doc__ = prompt.__module__, prompt.__doc__

@@ -21,7 +21,8 @@ class Arithmetic(SingleTurn):
         check_flag("terse", terse)
         prompt = "{question}=" if terse else "What is {question}? Answer with the number alone."
         rewards, share = {"correct": Exact()}, demonstrate_mistakes
-        super().__init__(bind_args(draw_sums, rows)(), prompt.format_map, rewards, demonstrate_mistakes=share)
+        tasks = bind_args(draw_sums, rows, caller=type(self))()
+        super().__init__(tasks, prompt.format_map, rewards, demonstrate_mistakes=share)
 
 
 def draw_sums(

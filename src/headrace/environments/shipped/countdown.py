@@ -39,7 +39,7 @@ class Countdown(SingleTurn):
             "format": scaled(lambda text, row: float(self._value(text, row) is not None), format_reward),
         }
         super().__init__(
-            bind_args(draw_puzzles, tasks)(),
+            bind_args(draw_puzzles, tasks, caller=type(self))(),
             self._write_prompt,
             rewards,
             gold=lambda row: row["solution"] if terse else tag("answer", row["solution"]),

@@ -76,7 +76,13 @@ class Copying(SingleTurn):
         rewards = {"similarity": lambda text, row: reply_similarity(text, row["answer"])}
         metrics, share = {"exact": Exact()}, demonstrate_mistakes
         prompt = itemgetter("answer")
-        super().__init__(bind_args(draw_words, rows)(), prompt, rewards, metrics=metrics, demonstrate_mistakes=share)
+        super().__init__(
+            bind_args(draw_words, rows, caller=type(self))(),
+            prompt,
+            rewards,
+            metrics=metrics,
+            demonstrate_mistakes=share,
+        )
 
 
 def draw_words(

@@ -157,7 +157,9 @@ class Gsm8k(SingleTurn):
 
     def __init__(self, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         rewards, share = {"correct": Numeric(extract="boxed")}, demonstrate_mistakes
-        super().__init__(bind_args(gsm8k, rows), _ask, rewards, gold=_write_solution, demonstrate_mistakes=share)
+        super().__init__(
+            bind_args(gsm8k, rows, caller=type(self)), _ask, rewards, gold=_write_solution, demonstrate_mistakes=share
+        )
 
 
 class Math(SingleTurn):
@@ -165,7 +167,9 @@ class Math(SingleTurn):
 
     def __init__(self, timeout: float = 5.0, demonstrate_mistakes: float = 0.0, **rows: Any) -> None:
         rewards, share = {"correct": Symbolic(timeout=timeout)}, demonstrate_mistakes
-        super().__init__(bind_args(math, rows), _ask, rewards, gold=_write_solution, demonstrate_mistakes=share)
+        super().__init__(
+            bind_args(math, rows, caller=type(self)), _ask, rewards, gold=_write_solution, demonstrate_mistakes=share
+        )
 
 
 class StrictMath(SingleTurn):
@@ -201,7 +205,7 @@ class StrictMath(SingleTurn):
 
         correct: Reward = Symbolic(extract=boxed) if data == "math" else Numeric(extract=boxed)
         super().__init__(
-            bind_args(SOURCES[data], rows)(),  # checks its arguments now, and yields rows lazily
+            bind_args(SOURCES[data], rows, caller=type(self))(),  # checks its arguments now, and yields rows lazily
             lambda row: f"{strict.instructions}\n\n{row['question']}",
             {"correct": correct, "format": scaled(in_format, format_reward)},
             metrics={"thinking_words": words},
