@@ -129,7 +129,7 @@ async def play(
     async def chat(messages: Sequence[Message], tools: Sequence[Any] = (), max_tokens: int | None = None) -> Reply:
         if tools:
             raise BadInput(f"{type(environment).__name__} has tools, which this file leaves out: use `headrace rl`")
-        prompt = (await prompter.prompt(list(messages), tools, None)).ids
+        prompt = (await prompter.build(list(messages), tools, None)).ids
         limit = min(prompter.seq_len - len(prompt), longest, max_tokens or longest)
         waiting.append((prompt, limit, asyncio.get_running_loop().create_future()))
         return await waiting[-1][-1]

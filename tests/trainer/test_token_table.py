@@ -65,7 +65,7 @@ def batch_of(samples: list[Sample]) -> Batch:
 
 def train_step(directory: Path, optimizer: type[Optimizer], kind: str = "default", **settings: Any) -> TrainStep:
     model = PackedModel(directory, lm_head_chunk=64)
-    losses = rl.losses(TrainerConfig(loss={"type": kind, **settings}, ref_kl=REF_KL))
+    losses = rl.make_losses(TrainerConfig(loss={"type": kind, **settings}, ref_kl=REF_KL))
     return TrainStep(model, optimizer(model.named_parameters()), losses, MICRO_BATCH)
 
 
