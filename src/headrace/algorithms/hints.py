@@ -66,6 +66,7 @@ class Hints:
         return self._cache[key]
 
     def _render_hinted(self, rollout: Rollout, own: np.ndarray, content: str) -> list[int]:
+        """Return the tokens of the prompt `own` with the hint in its conversation, or else before it."""
         ids: list[int] = own.tolist()
         for messages in _conversations(rollout, own):
             roles = [message.get("role") for message in messages]

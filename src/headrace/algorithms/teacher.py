@@ -134,6 +134,7 @@ class Scorer:
         return [outcomes[index] if index in outcomes else failures[-1] for index in range(len(jobs))]
 
     async def _score(self, prompt: list[int], sample: Sample) -> np.ndarray | ReferenceFailed:
+        """Return the logprobs of one job, aligned with its sample, or the failure."""
         token_ids = prompt + sample.token_ids[sample.prompt_length :].tolist()
         try:
             scores = await self.reference.score(token_ids, sample.temperature)

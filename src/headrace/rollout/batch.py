@@ -57,6 +57,8 @@ def batch_of(step: int, incarnation: int, kept: Sequence[Rollout]) -> Batch:
 
 
 class _Header(msgspec.Struct):
+    """The batch's entry in the metadata of the safetensors file."""
+
     schema: int
     step: int
     incarnation: int

@@ -39,6 +39,7 @@ class _OpenSample:
         self._append_sampled(turn)
 
     def continues_into(self, turn: Turn) -> bool:
+        """Return whether the turn can extend the sample: its prompt begins with all tokens of the sample."""
         if self.temperature != turn.temperature or len(turn.prompt_ids) < self.length or self.last.latents is not None:
             return False
         prompt = len(self.last.prompt_ids)
@@ -48,6 +49,7 @@ class _OpenSample:
         )
 
     def extend(self, turn: Turn, turn_index: int) -> None:
+        """Append the turn: the new tokens of its prompt as an observation, then its completion."""
         tail = len(turn.prompt_ids) - self.length
         if tail:
             self.obs_spans.append((self.length - self.prompt_length, turn_index, self.length, tail))
@@ -74,6 +76,7 @@ class _OpenSample:
             pieces.append(stream)
 
     def close(self) -> Sample:
+        """Return the finished sample."""
         streams = {TRUNCATED: np.concatenate(self._truncated)} if self._has_truncated else {}
         if (latents := self.last.latents) is not None:
             before = np.zeros((self.length - len(latents), latents.shape[1]), latents.dtype)

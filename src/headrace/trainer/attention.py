@@ -376,6 +376,7 @@ def separate_sequences(model: Any) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _linear_attention(plain: Any, hidden_states: Tensor, layout: RowLayout | None = None, **options: Any) -> Tensor:
+    """Call the layer's `plain` forward with one sequence of the row per batch row; return the row's outputs."""
     if layout is None:
         return plain(hidden_states=hidden_states, **options)  # type: ignore[no-any-return]
     tokens, sequences = hidden_states[0], layout.sequences

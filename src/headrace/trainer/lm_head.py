@@ -144,6 +144,8 @@ def label_logprobs(
 
 
 class _LabelLogprobs(torch.autograd.Function):
+    """The computation of `label_logprobs` in chunks, with its gradient."""
+
     @staticmethod
     def forward(
         context: Any,
@@ -317,6 +319,8 @@ def accumulate_in_place(table: torch.nn.Module) -> None:
 
 
 class _Lookup(torch.autograd.Function):
+    """An embedding lookup whose gradient is added to the table's `.grad` in place."""
+
     @staticmethod
     def forward(context: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         context.save_for_backward(tokens)

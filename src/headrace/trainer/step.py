@@ -36,6 +36,8 @@ MAX_LOG_RATIO = 30.0
 
 @dataclass(frozen=True)
 class StepResult:
+    """The metrics of one optimizer step, over all ranks."""
+
     metrics: dict[str, float]
     """`loss`, `entropy` and the metrics of the losses; also by environment if there are several."""
     grad_norm: float

@@ -170,6 +170,7 @@ class TensorFileWriter:
         return BlockDigests(self._written, BUCKET_BYTES, digests, XXH3, self._header_digest)
 
     def _open_block(self) -> Tensor:
+        """Return the block that is being filled; if there is none, wait for a free one."""
         if self._open is None:
             size = min(BUCKET_BYTES, self._left)
             if not size:
@@ -183,6 +184,7 @@ class TensorFileWriter:
         return self._open
 
     def _write(self, block: Tensor, start: int, copied: torch.cuda.Event | None) -> str:
+        """Write a block at `start`, and free it; return its digest if the file is durable."""
         try:
             if copied is not None:
                 copied.synchronize()
@@ -305,8 +307,8 @@ def load_shards(saved: Iterable[SavedShard], shards: Sequence[Shard], digests: M
         for path, piece in _find_pieces(shard, by_name.get(shard.name, [])):
             pieces.setdefault(path, []).append(piece)
     with _BlockReader(_find_device(shards)) as reader:
-        for path, wanted in pieces.items():
-            reader.read(path, wanted, digests.get(path.name))
+        for path, parts in pieces.items():
+            reader.read(path, parts, digests.get(path.name))
     for local, contiguous in copies:
         local.copy_(contiguous)
 

@@ -173,6 +173,7 @@ class WeightsSender:
                 self._connections.discard(connection)
 
     def _respond(self, request: FetchRequest) -> tuple[FetchResponse, Snapshot | None]:
+        """Return the response to a request, and the snapshot to send after it, unless there is a problem."""
         with self._lock:
             snapshot = self._offers.get(request.version)
             offered = ", ".join(map(str, sorted(self._offers)))

@@ -89,6 +89,7 @@ class CustomLoss:
         return LossOutputs(loss, metrics, masked if self._reports_masked else None)
 
     def _check(self, outputs: Any, sequence: LossInputs) -> None:
+        """Raise unless the result of the user's function is a loss with a gradient and valid metrics."""
         import torch
 
         if not isinstance(outputs, LossOutputs):
