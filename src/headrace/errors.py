@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,6 +102,12 @@ class InvalidValue(BadInput, ValueError):
 
 class DataError(BadInput):
     """Invalid data: `file` is the file or the dataset, `line` the line or row in it, `key` the column."""
+
+
+def suggest_similar(name: str, names: Collection[str], also: str = "", *, prefix: str = "") -> str:
+    """Return a fix for an unknown name: the most similar of `names`, if any is similar, then the sentence `also`."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {prefix}{close[0]}? {also}".rstrip() if close else also
 
 
 def shown_value(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from headrace.errors import BadInput
+from headrace.errors import BadInput, suggest_similar
 
 T = TypeVar("T")
 
@@ -47,9 +46,7 @@ def _similar_name(module: ModuleType, name: str) -> str | None:
         for defined, value in vars(module).items()
         if not defined.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-    if close := difflib.get_close_matches(name, own, n=1):
-        return f"Did you mean {close[0]!r}?"
-    return f"It defines {', '.join(own)}." if own else None
+    return suggest_similar(name, own) or (f"It defines {', '.join(own)}." if own else None)
 
 
 def load_file(file: str) -> ModuleType:

@@ -132,4 +132,4 @@ def test_options_that_make_no_sense_are_refused(words: list[str], message: str, 
 
 def test_an_environment_that_is_not_there_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]):
     assert main(["probe", "revers-text"]) == 2
-    assert "Did you mean 'reverse-text'?" in capsys.readouterr().err
+    assert "Did you mean reverse-text?" in capsys.readouterr().err

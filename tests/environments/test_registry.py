@@ -62,7 +62,7 @@ def test_a_users_environment_is_known_by_import_path():
 def test_a_mistyped_name_suggests_the_nearest_and_lists_the_known():
     with refused(EnvironmentNotFound, key="environment", value="reverse-txt") as failure:
         load_environment("reverse-txt", {})
-    assert "'reverse-text'" in failure.value.fix and "package.module:Class" in failure.value.fix
+    assert "mean reverse-text?" in failure.value.fix and "package.module:Class" in failure.value.fix
 
 
 def test_a_name_like_none_lists_the_known():

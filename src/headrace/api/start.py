@@ -88,7 +88,7 @@ def start(
     kind = kind_of(files) or RunConfig
     output_dir = load(kind, files, options)[0].output_dir
     if output_dir is None:
-        raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
+        raise ConfigError("not set", key="output_dir", fix="Set the directory of the run: --output_dir outputs/NAME.")
     if resume is not False:
         options.append("--resume" if resume is True else f"--resume={resume}")
     if clean:

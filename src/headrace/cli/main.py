@@ -7,7 +7,6 @@ module of the chosen subcommand is imported.
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from headrace.cli.common import RUN_FILES, separate_overrides
-from headrace.errors import BAD_INPUT, FENCED, RESTART_RUN, BadInput, Failure, Fenced, Repaired
+from headrace.errors import BAD_INPUT, FENCED, RESTART_RUN, BadInput, Failure, Fenced, Repaired, suggest_similar
 from headrace.safe_text import CONTINUATION, escape_output
 
 FAILED = 1
@@ -123,8 +122,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if Path(argv[0]).suffix in RUN_FILES:
             fix = f"Write: headrace rl {argv[0]}"
             raise BadInput("a run file, not a command", key="COMMAND", value=argv[0], fix=fix)
-        near = difflib.get_close_matches(argv[0].lower().replace("_", "-"), COMMANDS, n=1)
-        fix = f"Did you mean headrace {near[0]}?" if near else "headrace --help lists the commands."
+        name = argv[0].lower().replace("_", "-")
+        fix = suggest_similar(name, COMMANDS, prefix="headrace ") or "headrace --help lists the commands."
         raise BadInput("unknown command", key="COMMAND", value=argv[0], fix=fix)
     parser, commands = make_parser()
     chosen = next((word for word in argv if word in COMMANDS), None)

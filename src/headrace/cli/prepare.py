@@ -165,7 +165,7 @@ def _plan(arguments: argparse.Namespace, config: AnyRun) -> DirectoryPlan:
     from headrace.launch.run import check_ports
 
     if config.output_dir is None:
-        raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
+        raise ConfigError("not set", key="output_dir", fix="Set the directory of the run: --output_dir outputs/NAME.")
     _refuse_a_copy(arguments, config.output_dir)
     plan = plan_directory(config.output_dir, arguments.resume, arguments.clean)
     if plan.resume and plan.fork_of is None:

@@ -8,14 +8,13 @@ that kind. `headrace.runfile` imports the folders whose modules register them, s
 from __future__ import annotations
 
 import builtins
-import difflib
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from headrace.config.base import IMPORTED, Config, as_table, type_values
-from headrace.errors import InvalidValue
+from headrace.errors import InvalidValue, suggest_similar
 
 T = TypeVar("T", bound="Alternative")
 
@@ -74,9 +73,8 @@ class Registry(Generic[T]):
         if chosen is None:
             raise InvalidValue("not set", key="type", fix=f"Set one of {', '.join(self.names)}.")
         if self.tag(table) not in self._sections:
-            close = difflib.get_close_matches(str(chosen), self.names, n=1)
             own = "; your own is named by import path, package.module:Class" if IMPORTED in self._sections else ""
-            fix = f"{f'Did you mean {close[0]}? ' if close else ''}Known: {', '.join(self.names)}{own}."
+            fix = suggest_similar(str(chosen), self.names, f"Known: {', '.join(self.names)}{own}.")
             raise InvalidValue(f"unknown {self.kind}", key="type", value=chosen, fix=fix)
         self._refuse_keys_of_others(table, str(chosen))
         return table
@@ -87,8 +85,7 @@ class Registry(Generic[T]):
             owners = [name for name in self.names if key in self._sections[name].model_fields]
             fact = f"{chosen} has no such key" + (f"; it is one of {' and '.join(owners)}" if owners else "")
             if ":" in chosen:
-                close = difflib.get_close_matches(str(key), keys, n=1)
-                fix = f"Write what your own class takes as kwargs.{key}.{f' Did you mean {close[0]}?' if close else ''}"
+                fix = suggest_similar(str(key), keys, f"Write what your own class takes as kwargs.{key}.")
                 raise InvalidValue(fact, key=str(key), value=table[key], fix=fix)
             if owners:
                 raise InvalidValue(fact, key=str(key), value=table[key], fix="Leave it out, or set another type.")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from headrace import imports
-from headrace.errors import BadInput
+from headrace.errors import BadInput, suggest_similar
 
 Made = TypeVar("Made")
 
@@ -42,8 +41,7 @@ def bind_args(
         unknown = args.keys() - {p.name for p in named}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             wrong = min(unknown)
-            if close := difflib.get_close_matches(wrong, known, n=1):
-                fix = f"Did you mean {within}{close[0]}? {fix}"
+            fix = suggest_similar(wrong, known, fix, prefix=within)
             raise BadArgument("unknown argument", key=within + wrong, value=args[wrong], fix=fix) from error
         missing = [p.name for p in named if p.default is p.empty and p.name not in args]
         fact = "required, but not set" if missing else str(error)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast, overload
 from headrace import imports
 from headrace.environments.arguments import BadArgument, bind_args
 from headrace.environments.base import Environment
-from headrace.errors import BadInput
+from headrace.errors import BadInput, suggest_similar
 from headrace.imports import import_declarations
 
 SHIPPED = {
@@ -68,11 +68,10 @@ def load_environment(identifier: str, args: dict[str, Any], key: str = "environm
     """
     location, first_args = location_of(identifier)
     if ":" not in location:
-        close = difflib.get_close_matches(identifier, SHIPPED, n=1)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
         others = ", ".join(f"{library}:NAME" for library in sorted(ADAPTERS))
-        fix = f"{hint}Known: {', '.join(sorted(SHIPPED))}; those of other libraries are named {others}; "
-        fix += "your own by import path, package.module:Class."
+        named = f"Known: {', '.join(sorted(SHIPPED))}; those of other libraries are named {others}; "
+        named += "your own by import path, package.module:Class."
+        fix = suggest_similar(identifier, SHIPPED, named)
         raise EnvironmentNotFound("unknown environment", key=key, value=identifier, fix=fix)
     kind = imports.load(location, key)
     try:

@@ -97,7 +97,9 @@ class Pods:
         if config.launch.gpus_per_node is None:
             raise ConfigError("not set", key="launch.gpus_per_node", fix="Set the GPUs of each pod; 0 for CPUs alone.")
         if config.output_dir is None:
-            raise ConfigError("not set", key="output_dir", fix="Say where the run keeps its files.")
+            raise ConfigError(
+                "not set", key="output_dir", fix="Set the directory of the run: --output_dir outputs/NAME."
+            )
         self.name = self.settings.name or re.sub(r"[^a-z0-9]+", "-", config.output_dir.name.lower()).strip("-")
         if not re.fullmatch(JOBSET_NAME, self.name):
             fact = f"a JobSet's name is a letter and up to {MAX_NAME - 1} lowercase letters, digits and hyphens"

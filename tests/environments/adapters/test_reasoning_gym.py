@@ -73,10 +73,10 @@ def test_settings_reach_the_family():
 @pytest.mark.parametrize(
     ("family", "settings", "key", "value", "words"),
     [
-        ("knights_knaves", {"n_peple": 3}, "args.n_peple", 3, "'n_people'"),
+        ("knights_knaves", {"n_peple": 3}, "args.n_peple", 3, "mean n_people?"),
         ("knights_knaves", {"n_people": 0}, "args", {"n_people": 0}, "Number of people must be at least 1"),
         ("knights_knaves", {"size": 9}, "args.size", 9, "num_tasks"),
-        ("knigths_knaves", {}, None, "reasoning-gym:knigths_knaves", "'knights_knaves'"),
+        ("knigths_knaves", {}, None, "reasoning-gym:knigths_knaves", "mean knights_knaves?"),
         ("composite", {}, None, "reasoning-gym:composite", "families"),
         ("graph_color", {}, None, "reasoning-gym:graph_color", "16 of 16 tasks"),
     ],

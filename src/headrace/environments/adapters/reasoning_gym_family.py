@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import logging
@@ -37,7 +36,7 @@ import numpy as np
 from headrace.environments.adapters import import_library
 from headrace.environments.child_process import ONE_THREAD, connect_to_child, connect_to_parent, describe_exit
 from headrace.environments.fault import fault_of
-from headrace.errors import BadInput
+from headrace.errors import BadInput, suggest_similar
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +189,7 @@ def _convert_setting(value: Any, like: Any) -> Any:
 
 def _suggest_name(name: str, names: Collection[str]) -> str:
     """Return a hint with the closest name and all names."""
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(sorted(names)) or 'none'}."
+    return suggest_similar(name, names, f"Known: {', '.join(sorted(names)) or 'none'}.")
 
 
 class Request(msgspec.Struct):

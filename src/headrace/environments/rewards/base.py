@@ -18,7 +18,6 @@ checks.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import logging
@@ -31,7 +30,7 @@ from headrace.environments.arguments import BadArgument, check_choice
 from headrace.environments.registry import PluginRegistry
 from headrace.environments.sandbox import WALL_FACTOR, CallFailed, CallTimeout, Sandbox
 from headrace.environments.strict_format import format_of
-from headrace.errors import BadInput
+from headrace.errors import BadInput, suggest_similar
 
 log = logging.getLogger(__name__)
 
@@ -335,9 +334,8 @@ class RewardTable(msgspec.Struct):
 def _read_table(value: Mapping[str, Any], key: str) -> RewardTable:
     for name, field in value.items():
         if name not in RewardTable.__struct_fields__:
-            close = difflib.get_close_matches(str(name), RewardTable.__struct_fields__, n=1)
-            hint = f"Did you mean {close[0]}? " if close else ""
-            raise BadArgument("unknown key", key=f"{key}.{name}", value=field, fix=f"{hint}{TABLE_KEYS}")
+            fix = suggest_similar(str(name), RewardTable.__struct_fields__, TABLE_KEYS)
+            raise BadArgument("unknown key", key=f"{key}.{name}", value=field, fix=fix)
     try:
         return msgspec.convert(value, RewardTable)
     except msgspec.ValidationError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 from headrace.config.base import Tree, as_table, merge_names, rename_key
-from headrace.errors import BadInput, InvalidValue, shown_value
+from headrace.errors import BadInput, InvalidValue, shown_value, suggest_similar
 from headrace.runfile.foreign_keys import HINTS, replace_foreign_keys
 from headrace.runfile.hackable.sections import NamedTrainerConfig
 from headrace.runfile.reading import leaves, put, table_at
@@ -150,8 +149,7 @@ def unknown_keys(table: Tree, allowed: Collection[str], section: str = "") -> li
     problems = []
     for name in table:
         if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
-            fix = HINTS.get(name) or (f"Did you mean {section}{close[0]}?" if close else None)
+            fix = HINTS.get(name) or suggest_similar(name, allowed, prefix=section) or None
             problems.append(BadInput("unknown key", key=f"{section}{name}", fix=fix))
     return problems
 
@@ -274,9 +272,8 @@ def contradictions(result: Translated, explicit: Tree) -> list[BadInput]:
 
 
 def _unknown(noun: str, key: str, value: str, names: Collection[str]) -> BadInput:
-    close = difflib.get_close_matches(value, names, n=1)
-    hint = f"Did you mean {close[0]}? " if close else ""
-    return BadInput(f"unknown {noun}", key=key, value=value, fix=f"{hint}Known: {', '.join(names)}.")
+    fix = suggest_similar(value, names, f"Known: {', '.join(names)}.")
+    return BadInput(f"unknown {noun}", key=key, value=value, fix=fix)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -6,7 +6,6 @@ constructed; data is read only to count its samples.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from headrace.config.base import Config, ConfigError
 from headrace.config.launch import without_exported
-from headrace.errors import BadInput
+from headrace.errors import BadInput, suggest_similar
 from headrace.runfile.explain import Explanation, value_words, words_of
 from headrace.runfile.hackable.sections import HackableConfig
 
@@ -75,9 +74,8 @@ def check_kwargs(plugin: Plugin, kwargs: Mapping[str, Any], problems: list[BadIn
     values = {name: v for name, v in kwargs.items() if v is not None or (name == WORDS_IF_NULL and name in accepted)}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in [name for name in values if name not in accepted and not takes_any]:
-        close = difflib.get_close_matches(name, accepted, n=1)
-        hint = f"Did you mean {plugin.key}.{close[0]}? " if close else ""
-        fix = f"{hint}{noun.capitalize()} {plugin.name!r} takes {', '.join(accepted) or 'no kwargs'}."
+        taken = f"{noun.capitalize()} {plugin.name!r} takes {', '.join(accepted) or 'no kwargs'}."
+        fix = suggest_similar(name, accepted, taken, prefix=f"{plugin.key}.")
         problems.append(BadInput("unknown key", key=f"{plugin.key}.{name}", fix=fix))
     for name in accepted if needed else ():
         if parameters[name].default is inspect.Parameter.empty and name not in {*values, *FILLED}:
@@ -226,8 +224,7 @@ def explain_kwarg(root: type[Config], key: str, tree: dict[str, Any] | None) -> 
             merged.setdefault(_explained(plugin, plugin.parameters[name]), []).append(plugin.name)
     if not merged:
         parameters = sorted({parameter for plugin in plugins for parameter in plugin.parameters})
-        close = difflib.get_close_matches(name, parameters, n=1)
-        raise ConfigError("unknown key", key=key, fix=f"Did you mean {table}.{close[0]}?" if close else None)
+        raise ConfigError("unknown key", key=key, fix=suggest_similar(name, parameters, prefix=f"{table}.") or None)
     return [entry._replace(kinds=tuple(names) if len(plugins) > 1 else ()) for entry, names in merged.items()]
 
 
