@@ -39,7 +39,7 @@ from headrace.trainer.optim import Optimizer
 from headrace.trainer.step import TrainStep
 
 WAYS = {"loop": ("eager", False), "transformers": ("grouped_mm", False)}
-WAYS |= {"grouped": (model_module.GROUPED, False), "grouped, compiled": (model_module.GROUPED, True)}
+WAYS |= {"grouped": (model_module.GROUPED_EXPERTS, False), "grouped, compiled": (model_module.GROUPED_EXPERTS, True)}
 WARM_UP_STEPS = 2
 TINY: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -66,7 +66,7 @@ def operations(config: Any, lengths: list[int], *, lora: bool) -> float:
 def build(config: Any, case: Case, implementation: str, *, compiles: bool) -> PackedModel:
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
-        model_module.GROUPED = implementation  # type: ignore[misc]
+        model_module.GROUPED_EXPERTS = implementation  # type: ignore[misc]
         model = PackedModel(
             Path(directory),
             dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
