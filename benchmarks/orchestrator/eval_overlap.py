@@ -177,7 +177,7 @@ class SimulatedRun:
                         action.batch.kept = action.batch.rollouts
                     self._after(0.0, BatchDone(action.batch))
                 case Ship():
-                    self.dropped += len(action.dropped)
+                    self.dropped += len(action.entries.dropped)
                     self._after(WRITING, Shipped(action.step))
                     self._trained_at = max(self._trained_at, self.now + WRITING) + TRAINING
                     self._after(self._trained_at - self.now, Published(Version(0, action.step)))

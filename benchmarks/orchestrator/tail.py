@@ -317,7 +317,7 @@ class Run:
         self.tails.append(ship.metrics["time/tail"])
         self.lengths_trained += [self.tokens[rollout.draw_id, rollout.episode] for rollout in ship.batch.kept]
         self.ages += [staleness(ship.step, rollout.oldest_version) for rollout in ship.batch.kept]
-        for rollout, reason in ship.dropped:
+        for rollout, reason in ship.entries.dropped:
             if rollout.error is None and reason != "gated":
                 self.wasted += self.tokens[rollout.draw_id, rollout.episode]
         self._handle(signals.Shipped(ship.step))

@@ -125,7 +125,7 @@ def test_grouped_experts_in_bfloat16_have_the_gradients_of_a_loop_in_float32(
 ):
     samples = ROWS["several"]
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.trainer.model.GROUPED", "eager")
+        patch.setattr("headrace.trainer.model.GROUPED_EXPERTS", "eager")
         metrics, expected = gradients(directory_with_experts, samples, dtype=torch.float32, attention="sdpa")
     found, given = gradients(
         directory_with_experts, samples, dtype=torch.bfloat16, activation_checkpointing=mode, compile=compile
