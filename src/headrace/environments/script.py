@@ -18,6 +18,8 @@ from headrace.rollout.types import Message, Rollout, Task, Turn
 
 AnswerFunction = Callable[[Sequence[Message]], Message | str | Reply]
 """Returns the next reply to a conversation: a text, a message (perhaps with tool calls), or a whole reply."""
+Answer = AnswerFunction
+"""The earlier name, in tests that `headrace new environment` wrote."""
 
 MAX_EMPTY_EPISODES = 100
 """Episodes in a row without a trainable rollout before `demonstrate` gives up."""
