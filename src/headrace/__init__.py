@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Model": "model",
     "Run": "run",
-    "evaluate": "evaluation",
+    "evaluate": "model",
     "run": "start",
     "sample": "model",
     "score": "model",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import headrace
 from tests.end_to_end.runs import REPOSITORY, write_run_file
 
 BLOCKS = re.findall(
@@ -26,3 +27,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path, tiny_model: Path, monkeypatch
     run = names["run"]
     assert (run.state, run.path.name, run.audit().problems) == ("finished", "from-python", [])
     assert len(names["completions"]) == 4 and len(names["logprobs"]) == 1
+
+
+def test_every_public_name_can_be_imported():
+    assert all(getattr(headrace, name) is not None for name in headrace.__all__)
