@@ -1,7 +1,7 @@
 "use strict";
 /* Small components of several pages: loading and errors, tables that sort, long texts, sparklines. */
 (() => {
-  const { html, text, number, useMemo, useState, useEffect, useRef } = HR;
+  const { html, text, number, useMemo, useState, useEffect, useLayoutEffect, useRef } = HR;
 
   /* Show `children(data)`, or why there are none. */
   HR.Loaded = ({ state, children }) => {
@@ -110,7 +110,8 @@
   HR.useKeys = (handlers) => {
     const latest = useRef(handlers);
     latest.current = handlers;
-    useEffect(() => {
+    // Installed with the new content, not after it is painted: a key that is pressed in between would be lost.
+    useLayoutEffect(() => {
       const press = (event) => {
         if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea")) return;
         const handler = latest.current[event.key];
