@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.inference.backend import EngineError, RequestCancelled
+from headrace.inference.embedded import drafts
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import PENDING
@@ -64,6 +65,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 16)
     monkeypatch.setattr(rows, "EXTRA_PROGRAMS", 8)
     monkeypatch.setattr(rows, "MIN_ITEM_KEYS", 64)
+    monkeypatch.setattr(drafts, "PAUSE_STEPS", 0)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,47 @@ def test_a_block_filled_by_tokens_in_flight_is_found_by_the_next_turn(model: Any
     run_all(engine)
     assert second.cached_tokens == 32  # of 40 tokens, of which the last one was never computed
     assert_like_plain(second, model)
+
+
+def test_drafts_change_the_number_of_steps_and_nothing_else(model: Any, make_model: Any) -> None:
+    prompt = [5] * 10
+
+    def run(model: Any, speculative_tokens: int) -> tuple[Engine, list[Any]]:
+        sizes = {"max_model_len": 80, "max_running": 16, "eos_token_ids": range(8)}
+        engine = make_engine(model, **sizes, speculative_tokens=speculative_tokens)
+        requests = [engine.submit(prompt, SamplingParams(max_tokens=24, seed=seed)) for seed in (0, 1)]
+        run_all(engine)
+        engine.reset_counters()
+        # One that samples what its sibling did, one that soon differs, and one with another end.
+        requests.append(engine.submit(prompt, SamplingParams(max_tokens=24, seed=0)))
+        requests.append(engine.submit(prompt, SamplingParams(max_tokens=24, temperature=0)))
+        requests.append(engine.submit(prompt, SamplingParams(max_tokens=13, seed=1)))
+        run_all(engine)
+        return engine, requests
+
+    plain, expected = run(model, 0)
+    drafting, requests = run(make_model(0), 6)
+    assert [request.tokens for request in requests] == [request.tokens for request in expected]
+    assert [request.finish_reason for request in requests] == [request.finish_reason for request in expected]
+    for request in requests:
+        assert_like_plain(request, make_model(0))
+    assert drafting.steps < plain.steps
+    assert 10 < drafting.tokens_accepted <= drafting.tokens_drafted
+    assert drafting.tokens_sampled == plain.tokens_sampled
+    assert_nothing_left(drafting)
+
+
+def test_blocks_filled_by_drafts_are_found_by_the_next_turn(model: Any) -> None:
+    engine = make_engine(model, max_model_len=80, max_running=16, speculative_tokens=6)
+    for _ in range(2):
+        engine.scheduler.blocks.evict_all()
+        turn = engine.submit([5] * 10, SamplingParams(max_tokens=30, ignore_eos=True, seed=0))
+        run_all(engine)
+    assert engine.tokens_accepted > 15  # the second one samples what the first did
+    following = engine.submit([*turn.tokens, 7, 8, 9], SamplingParams(max_tokens=3))
+    run_all(engine)
+    assert following.cached_tokens == 32  # of 40 tokens, of which the last one was never computed
+    assert_like_plain(following, model)
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])

@@ -135,6 +135,10 @@ class EngineState(msgspec.Struct):
     """Seconds for which the embedded engine waited for the results of its steps."""
     device_busy_s: float = 0.0
     """Seconds for which the GPU computed its steps."""
+    tokens_drafted: int = 0
+    """Tokens that the embedded engine guessed ahead, in speculative decoding."""
+    tokens_accepted: int = 0
+    """Those of them that were sampled, too."""
 
 
 class Generation(ABC):

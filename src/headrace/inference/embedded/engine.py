@@ -9,7 +9,7 @@ that cannot be finished gets an error, and the engine continues. The `scheduler`
 `runner` computes it; GPUs have their own runner. On a GPU a step is launched before the tokens of the last one are
 read, so that it does not wait for Python; a request that ends with a stop token has one token computed in vain.
 
-Left out on purpose: speculative decoding.
+With `speculative_tokens`, a GPU decodes speculatively while few requests run (see `drafts`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from headrace.inference.backend import EngineError, EngineState, InvalidRequest,
 from headrace.inference.embedded.adapters import Adapters
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from headrace.inference.embedded.cuda import make_cuda_runner
+from headrace.inference.embedded.drafts import Drafter
 from headrace.inference.embedded.grammar import Grammars, accept_tokens
 from headrace.inference.embedded.request import Decode, Request, StopStrings, Weights
 from headrace.inference.embedded.routes import RouteCache
 from headrace.inference.embedded.runner import LaunchedStep, PlainRunner, Runner
-from headrace.inference.embedded.scheduler import Scheduler
+from headrace.inference.embedded.scheduler import Scheduler, StepPlan
 from headrace.inference.experts import find_routers
 from headrace.inference.latents import GATES
 from headrace.inference.schema import SamplingParams, write_routes
@@ -73,14 +74,16 @@ class Engine:
         grammars: Grammars | None = None,
         compile: bool = True,
         graphs: bool = True,
+        speculative_tokens: int = 0,
         routed_experts: bool = False,
     ) -> None:
         """`base` is the directory that the model was loaded from: published adapters are merged with its files.
 
         Without `kv_blocks` the KV cache fits `max_running` requests of `max_model_len`. Stop strings are searched in
         the text that `decode` returns, without `special_tokens`. `grammars` compiles structured outputs. `compile`
-        fuses or compiles layers; `graphs` captures decode steps as CUDA graphs. `routed_experts`: store the experts
-        of each token, for requests that want them; of a model without experts there are none.
+        fuses or compiles layers; `graphs` captures decode steps as CUDA graphs. `speculative_tokens` is the longest
+        draft of a request, on a GPU. `routed_experts`: store the experts of each token, for requests that want them; of
+        a model without experts there are none.
         """
         model.eval()
         self.model = model
@@ -94,7 +97,7 @@ class Engine:
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self._weights = Weights(INITIAL, 0)
         self.paused = False
-        self.tokens_sampled = 0
+        self.tokens_sampled = self.tokens_drafted = self.tokens_accepted = 0
         self.steps = self.prefill_steps = 0
         self.device_wait_s = self.device_busy_s = 0.0
         self.finished: Counter[str] = Counter()
@@ -123,6 +126,7 @@ class Engine:
         self._random = random.Random(seed)
         self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
         self._grammars = grammars
+        self._drafter = Drafter(speculative_tokens)
         self._in_flight: LaunchedStep | None = None
         """The last step, if its output was not read yet."""
         self._failed_batches = 0
@@ -200,6 +204,8 @@ class Engine:
             tokens_sampled=self.tokens_sampled,
             tokens_computed=scheduler.tokens_computed,
             tokens_cached=scheduler.tokens_cached,
+            tokens_drafted=self.tokens_drafted,
+            tokens_accepted=self.tokens_accepted,
             steps=self.steps,
             prefill_steps=self.prefill_steps,
             device_wait_s=self.device_wait_s,
@@ -221,7 +227,8 @@ class Engine:
     def step(self) -> None:
         """Compute and sample once; errors of requests go to their futures, errors of the engine are raised."""
         self.drop_cancelled()
-        if self.paused or not self.scheduler.can_plan_ahead():
+        is_drafting = self._is_drafting()
+        if self.paused or is_drafting or not self.scheduler.can_plan_ahead():
             self.finish_step()
         if self.paused:
             return
@@ -229,6 +236,10 @@ class Engine:
         if not (plan.decodes or plan.prefills):
             self.finish_step()
             return
+        if is_drafting and not plan.prefills:
+            plan = self._add_drafts(plan)
+            if not plan.drafts:
+                self._drafter.observe(dict.fromkeys(plan.decodes, 1), {})
         try:
             self.steps += 1
             self.prefill_steps += bool(plan.prefills)
@@ -240,7 +251,10 @@ class Engine:
             launched.sample()
             self._in_flight = launched
             if not launched.allows_next:
-                self.finish_step()
+                if plan.drafts:
+                    self._finish_drafts(plan)
+                else:
+                    self.finish_step()
             if len(plan.decodes) + len(plan.prefills) > 1:
                 self._failed_batches = 0
         except torch.AcceleratorError:
@@ -248,6 +262,31 @@ class Engine:
         except Exception as error:
             self.finish_step()
             self._isolate([request for request in plan.requests if not request.is_done], error)
+
+    def _is_drafting(self) -> bool:
+        """Return whether the next step should have drafts, so that all tokens before it must be known."""
+        scheduler = self.scheduler
+        if not self.runner.max_draft_rows or scheduler.num_waiting or scheduler.quarantine:
+            return False
+        return self._drafter.is_worthwhile(scheduler.running)
+
+    def _add_drafts(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with drafts, if there are any, and their blocks."""
+        drafts = {}
+        for request, draft in self._drafter.draft(plan.decodes, self.runner.max_draft_rows).items():
+            if count := self.scheduler.reserve_draft(request, len(draft)):
+                drafts[request] = draft[:count]
+        return plan._replace(drafts=drafts)
+
+    def _finish_drafts(self, plan: StepPlan) -> None:
+        """Wait for a step with drafts, and count how many of their tokens were right."""
+        lengths = [len(request.tokens) for request in plan.decodes]
+        self._drafter.index_sampled(plan.decodes)
+        self.finish_step()
+        sampled = {request: len(request.tokens) - length for request, length in zip(plan.decodes, lengths, strict=True)}
+        self._drafter.observe(sampled, plan.drafts)
+        self.tokens_drafted += sum(map(len, plan.drafts.values()))
+        self.tokens_accepted += sum(max(0, sampled[request] - 1) for request in plan.drafts)
 
     def update_weights(self, directory: Path, version: Version) -> str:
         """Read and install a published version, and return its checksum."""
@@ -321,8 +360,8 @@ class Engine:
         finished: list[Request] = []
         log_masses, alternatives = output.log_masses or itertools.repeat(0.0), output.alternatives
         for request, token, logprob, log_mass in zip(*output[:3], log_masses, strict=False):
-            if request.is_done:
-                continue  # it ended, or was cancelled, after this step was launched
+            if request.is_done or (finished and finished[-1] is request):
+                continue  # it ended, or was cancelled, after this step was launched, or within its draft
             try:
                 has_nan = logprob != logprob
                 if request.prompt_logprobs is not None and not request.has_sampled:
@@ -336,8 +375,10 @@ class Engine:
                 if request.append(token, logprob, log_mass, top, output.latents.get(request)):
                     finished.append(request)
                 else:
-                    if not (request.prompt_length + len(request.logprobs)) % BLOCK_SIZE:
-                        self.scheduler.register_last_block(request)
+                    end = request.prompt_length + len(request.logprobs)
+                    for filled in (end, end - 1):  # the one before the token, if that was a draft
+                        if not filled % BLOCK_SIZE:
+                            self.scheduler.register_block(request, filled)
                     if request.on_tokens is not None:
                         request.on_tokens()
                 self.tokens_sampled += 1
@@ -352,6 +393,7 @@ class Engine:
                 routes = write_routes(np.concatenate(request.routes), layers)
             self.scheduler.remove(request)
             self.finished[request.finish_reason] += 1
+            self._drafter.add_finished(request)
             request.finish(routes)
 
     def _keep_routes(self, request: Request) -> None:
@@ -386,7 +428,8 @@ class Engine:
         request.fail(error)
 
     def reset_counters(self) -> None:
-        self.tokens_sampled = self.steps = self.prefill_steps = 0
+        self.tokens_sampled = self.tokens_drafted = self.tokens_accepted = 0
+        self.steps = self.prefill_steps = 0
         self.device_wait_s = self.device_busy_s = 0.0
         self.finished.clear()
         self.scheduler.reset_counters()

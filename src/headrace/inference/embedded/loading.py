@@ -148,6 +148,7 @@ def load_engine(
             special_tokens=tokenizer.control_tokens,
             grammars=Grammars(tokenizer.backend, model.get_input_embeddings().num_embeddings, eos),
             compile=config.compile,
+            speculative_tokens=config.speculative_tokens,
             routed_experts=config.routed_experts,
         )
         check_engine(engine)

@@ -9,6 +9,7 @@ the text with special tokens.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import islice
@@ -127,7 +128,7 @@ class Request:
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
         self._random = shared_random if params.seed is None else random.Random(params.seed % SEED_MODULUS)
-        self._uniform: float | None = None
+        self._uniforms: deque[float] = deque()
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] | None = [] if params.logprobs else None
         self.truncated_logprobs: list[float] | None = [] if params.truncates else None
@@ -235,11 +236,14 @@ class Request:
         if not self._spans or self._spans[-1][0] != version:
             self._spans.append((version, start))
 
-    def uniform(self) -> float:
-        """Return the number in [0, 1) that chooses the next token; unchanged until a token is appended."""
-        if self._uniform is None:
-            self._uniform = self._random.random()
-        return self._uniform
+    def uniform(self, ahead: int = 0) -> float:
+        """Return the number in [0, 1) that chooses the next token, or the one `ahead` tokens after it.
+
+        Each stays the same until its token is appended.
+        """
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(self._random.random())
+        return self._uniforms[ahead]
 
     def noise(self) -> np.ndarray:
         """Return the standard normal numbers of the next latent; unchanged until a token is appended."""
@@ -250,8 +254,12 @@ class Request:
 
     def append_pending(self) -> None:
         """Append a placeholder for the token that is being sampled, which `append` replaces."""
-        self._uniform = None
+        self._drop_uniform()
         self.tokens.append(PENDING)
+
+    def _drop_uniform(self) -> None:
+        if self._uniforms:
+            self._uniforms.popleft()
 
     def append(
         self,
@@ -271,7 +279,8 @@ class Request:
             tokens[place] = token  # was pending; the next one may be pending, too
         else:
             tokens.append(token)
-            self._uniform = None
+            self._drop_uniform()
+        self.computed = max(self.computed, place)  # a draft was computed before it was known to be right
         self.is_verified = True
         if self.latents is not None:
             logprob = self._append_latent(latent, tokens[: place + 1], logprob)

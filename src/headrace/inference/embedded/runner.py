@@ -104,6 +104,11 @@ class Runner(Protocol):
     def max_wait_steps(self) -> int:
         """Batching delay of waiting requests in steps: about the cost of a prefill in decode steps."""
 
+    @property
+    def max_draft_rows(self) -> int:
+        """Tokens of a step with drafts; 0 if the runner cannot compute drafts."""
+        return 0
+
     def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> LaunchedStep:
         """Start a step, after clearing `unverified_blocks` and emptying that list."""
 

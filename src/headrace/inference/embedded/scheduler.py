@@ -15,7 +15,7 @@ request with a seed, as long as it is not preempted. For the same reason such a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for
@@ -47,6 +47,8 @@ class StepPlan(NamedTuple):
     prefills: list[Chunk]
     duplicates: list[tuple[Request, Request]]
     """(first, second): the second has the prompt of the first, and samples from its logits."""
+    drafts: Mapping[Request, Sequence[int]] = {}
+    """Guesses of the tokens after the last one, of some requests in `decodes`; a step with drafts has no prefills."""
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -111,12 +113,20 @@ class Scheduler:
             len(request.tokens) > len(request.blocks) * BLOCK_SIZE for request in self.running
         )
 
-    def register_last_block(self, request: Request) -> None:
-        """Register a block whose last token was not known when the step that computes it was planned."""
-        length = request.prompt_length + len(request.logprobs)
-        if self._prefix_cache and length % BLOCK_SIZE == 0 and request.computed >= length:
-            index = length // BLOCK_SIZE - 1
+    def register_block(self, request: Request, end: int) -> None:
+        """Register the block that ends before the token `end`, if it is full: one whose last token was not known when
+        the step that computes it was planned."""
+        if self._prefix_cache and end % BLOCK_SIZE == 0 and request.computed >= end:
+            index = end // BLOCK_SIZE - 1
             self.blocks.register(request.blocks[index], request.block_hash(index))
+
+    def reserve_draft(self, request: Request, count: int) -> int:
+        """Allocate the blocks of a draft of `count` tokens, and return how many of them have one: drafts do not preempt
+        requests, or use the last free blocks."""
+        spare = max(0, self.blocks.num_free - len(self.running))
+        missing = blocks_for(len(request.tokens) + count) - len(request.blocks)
+        request.blocks += [self.blocks.allocate() for _ in range(min(missing, spare))]
+        return min(count, len(request.blocks) * BLOCK_SIZE - len(request.tokens))
 
     def schedule(self, weights: Weights) -> StepPlan:
         """Plan a step with these weights, allocate its blocks and register the full ones."""

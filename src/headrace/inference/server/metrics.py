@@ -77,6 +77,8 @@ def _engine_lines(state: EngineState, model_name: str) -> Iterator[str]:
         ("tokens_sampled_total", "counter", "Tokens sampled.", state.tokens_sampled),
         ("tokens_computed_total", "counter", "Prompt tokens that went through the model.", state.tokens_computed),
         ("tokens_cached_total", "counter", "Prompt tokens that the prefix cache had.", state.tokens_cached),
+        ("tokens_drafted_total", "counter", "Tokens of drafts, in speculative decoding.", state.tokens_drafted),
+        ("tokens_accepted_total", "counter", "Tokens of drafts that were sampled.", state.tokens_accepted),
         ("steps_total", "counter", "Forwards of the embedded engine.", state.steps),
         ("prefill_steps_total", "counter", "Those that also computed prompt tokens.", state.prefill_steps),
         ("device_busy_seconds_total", "counter", "Seconds of a GPU on steps.", state.device_busy_s),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.runner import StepOutput, next_latents, top_alternatives
 from headrace.inference.embedded.sampling import sample
 
+NOT_DRAFTED = -1
+
 
 class SampledPart(NamedTuple):
     """Requests that one forward sampled for."""
@@ -27,12 +29,18 @@ class SampledPart(NamedTuple):
     begin: int
     """Column of the first row's token and logprob among the sampled ones."""
     model: Any
+    drafted: Sequence[int] = ()
+    """The token of each row if it is one of a draft, else `NOT_DRAFTED`; the rows of a request are in order. Empty if
+    there are no drafts."""
 
     def output(self, sampled: Tensor, masks: Masks | None) -> StepOutput:
         """Return the tokens in `sampled`; torch samples for requests that truncate or change the distribution."""
         requests = self.requests
         columns = sampled.numpy()[:, [self.begin + row for row in self.rows]]
         tokens, logprobs = columns[0].astype(np.int64).tolist(), columns[1].tolist()
+        if self.drafted:
+            kept = [*right_rows(self.drafted, tokens)]
+            requests, tokens, logprobs = ([each[row] for row in kept] for each in (requests, tokens, logprobs))
         if masks is None and all(request.is_plain for request in requests):
             return StepOutput(requests, tokens, logprobs, None, {})
         logits = process_logits(self.logits[list(self.rows)], requests, masks)
@@ -47,6 +55,16 @@ class SampledPart(NamedTuple):
                 tokens[row], logprobs[row], log_masses[row] = int(token), logprob, sum(log_mass)
         latents = next_latents(self.model, requests, logits)
         return StepOutput(requests, tokens, logprobs, log_masses, top_alternatives(requests, logits), latents)
+
+
+def right_rows(drafted: Sequence[int], sampled: Sequence[int]) -> Iterator[int]:
+    """Yield the rows whose tokens are right: a token of a draft is, if it was sampled in the row before, which is right
+    itself."""
+    is_right = True
+    for row, token in enumerate(drafted):
+        is_right = token == NOT_DRAFTED or (is_right and sampled[row - 1] == token)
+        if is_right:
+            yield row
 
 
 class StepTimes(NamedTuple):

@@ -1,7 +1,8 @@
 """Inputs of a step on a GPU, staged in pinned memory that numpy writes: decode tokens and short prefills together.
 
 Every request has a row. Its last token of the step is in that row, and all tokens of a prefill but the last are in rows
-after those of the requests; so the first rows are the ones that are sampled. A request keeps its row from step to step,
+after those of the requests; so the first rows are the ones that are sampled. The tokens of a draft have rows after
+those of the requests, with the same blocks, and are sampled, too. A request keeps its row from step to step,
 and its block table is written once; when a request leaves, the last row takes its place. All inputs except block tables
 are one buffer, which one copy sends to the device.
 
@@ -14,7 +15,7 @@ each, few long ones have many. Prefills are split into tiles of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +128,11 @@ class StepRows:
         self.tables = torch.zeros(count, blocks, dtype=torch.int32, device=device)
         self.requests: list[Request] = []
         """By row."""
+        self.draft_rows: dict[Request, range] = {}
+        """Of each request with a draft in the step."""
         self._row: dict[Request, int] = {}
+        self._used = 0
+        """Rows of requests and drafts in the step."""
         self._wanted: Sequence[Request] = []
         self._moved: dict[int, int] = {}
         """The row in the step before of each request that has moved to another one."""
@@ -146,8 +151,17 @@ class StepRows:
     def max_tiles(self, tokens: int) -> int:
         return tokens // self._tile_tokens + min(MAX_PREFILLS, tokens // 2) + 1
 
-    def arrange(self, decodes: Sequence[Request], prefills: Sequence[PrefillRow], tokens: int) -> None:
-        """Assign rows to these requests only, and stage their next step of `tokens` tokens, the rest of them unused."""
+    def arrange(
+        self,
+        decodes: Sequence[Request],
+        prefills: Sequence[PrefillRow],
+        tokens: int,
+        drafts: Mapping[Request, Sequence[int]] = {},
+    ) -> None:
+        """Assign rows to these requests only, and stage their next step of `tokens` tokens, the rest of them unused.
+
+        With drafts there are no prefills, and the last token of every request is known.
+        """
         if self._sent is not None:
             self._sent.synchronize()
         requests = [*decodes, *(prefill.request for prefill in prefills)]
@@ -155,14 +169,13 @@ class StepRows:
         if requests != self._wanted:
             self._assign_rows(requests)
         self._write_tables()
-        self._write_inputs(prefills, min(tokens, self.count), tokens)
+        self._write_inputs(prefills, min(tokens, self.count), tokens, drafts)
 
     def send(self) -> None:
         """Copy the staged inputs to the device."""
         self.inputs.buffer.copy_(self.staged.buffer, non_blocking=True)
         if self._is_changed:
-            count = len(self.requests)
-            self.tables[:count].copy_(self._staged_tables[:count], non_blocking=True)
+            self.tables[: self._used].copy_(self._staged_tables[: self._used], non_blocking=True)
             self._is_changed = False
         if self._sent is not None:
             self._sent.record()
@@ -198,8 +211,10 @@ class StepRows:
                 written[row] = request.resets, len(blocks)
                 self._is_changed = True
 
-    def _write_inputs(self, prefills: Sequence[PrefillRow], rows: int, tokens: int) -> None:
-        """Stage all inputs of a step other than block tables."""
+    def _write_inputs(
+        self, prefills: Sequence[PrefillRow], rows: int, tokens: int, drafts: Mapping[Request, Sequence[int]]
+    ) -> None:
+        """Stage all inputs of a step other than the block tables of requests."""
         requests, arrays = self.requests, self._arrays
         count = len(requests)
         ends = np.array([len(request.tokens) for request in requests], dtype=np.int64)
@@ -209,10 +224,19 @@ class StepRows:
             if row < count:
                 sources[row] = source
         sources[ids != PENDING] = UNUSED
+        arrays["is_masked"][count:rows] = False
+        self.draft_rows.clear()
+        if drafts:
+            ends, ids = self._place_drafts(drafts, ends, ids)
+            count = len(ids)
+            sources = np.full(count, UNUSED)
+        self._used = count
         uniforms = self._random.random(count)
         for row, request in enumerate(requests):
             if request.params.seed is not None:
                 uniforms[row] = request.uniform()
+                for ahead, draft_row in enumerate(self.draft_rows.get(request, ()), 1):
+                    uniforms[draft_row] = request.uniform(ahead)
         keys = ends.copy()  # of decode tokens
         unstored: list[int] = []
         used = count
@@ -248,8 +272,28 @@ class StepRows:
             arrays[name][:count] = values
             arrays[name][used:tokens] = default
         arrays["temperatures"][count:rows] = 1.0
-        arrays["is_masked"][count:rows] = False
         arrays["items"][: len(items)] = items
         arrays["items"][len(items) : self.max_items(rows)] = UNUSED
         arrays["tiles"][: len(tiles)] = tiles or np.zeros((0, 5))
         arrays["tiles"][len(tiles) : self.max_tiles(tokens)] = UNUSED
+
+    def _place_drafts(
+        self, drafts: Mapping[Request, Sequence[int]], ends: np.ndarray, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Give drafts rows after those of the requests, with their blocks and temperatures, and return `ends` and `ids`
+        with those of the drafts."""
+        own_rows: list[int] = []
+        draft_ends: list[int] = []
+        draft_ids: list[int] = []
+        for request, draft in drafts.items():
+            first = len(self.requests) + len(own_rows)
+            self.draft_rows[request] = range(first, first + len(draft))
+            own_rows += [self._row[request]] * len(draft)
+            length = len(request.tokens)
+            draft_ends += range(length + 1, length + 1 + len(draft))
+            draft_ids += draft
+        added = slice(len(self.requests), len(self.requests) + len(own_rows))
+        self._table_array[added] = self._table_array[own_rows]
+        self._arrays["temperatures"][added] = self._arrays["temperatures"][own_rows]
+        self._is_changed = True
+        return np.append(ends, draft_ends), np.append(ids, draft_ids)

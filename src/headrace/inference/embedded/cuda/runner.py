@@ -19,7 +19,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from headrace.inference.embedded.cuda.compilation import (
     mixed_sizes,
 )
 from headrace.inference.embedded.cuda.kv_storage import KVStorage
-from headrace.inference.embedded.cuda.launched_step import CudaStep, SampledPart, StepTimes
+from headrace.inference.embedded.cuda.launched_step import NOT_DRAFTED, CudaStep, SampledPart, StepTimes
 from headrace.inference.embedded.cuda.rows import MAX_PREFILLS, PrefillRow, StepRows
 from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, mask_tokens, sample_tokens
 from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, StepShape, can_flash, join_chunks
@@ -135,12 +135,8 @@ class CudaRunner:
         decodes, prefills, others = self._split(plan)
         parts: list[SampledPart] = []
         if decodes or prefills:
-            shape, logits = self._run_rows(decodes, prefills)
-            requests = list(self._rows.requests)
-            incomplete = {prefill.request for prefill in prefills if prefill.end < len(prefill.request.tokens)}
-            rows = [row for row, request in enumerate(requests) if request not in incomplete]
-            sampling = [requests[row] for row in rows] if incomplete else requests
-            parts.append(SampledPart(sampling, rows, logits, 0, self._model))
+            shape, logits = self._run_rows(decodes, prefills, plan.drafts)
+            parts.append(self._sampled_part(prefills, plan.drafts, logits))
         if others:
             requests, prefill_logits = self._prefill(plan, others)
             if prefill_logits is not None:
@@ -153,7 +149,25 @@ class CudaRunner:
         else:
             self._read_sampled(host, times)
             late = None if is_plain else partial(start_masks, plan.requests)
-        return CudaStep(parts, host, times, is_plain, late)
+        return CudaStep(parts, host, times, is_plain and not plan.drafts, late)
+
+    def _sampled_part(
+        self, prefills: Sequence[PrefillRow], drafts: Mapping[Request, Sequence[int]], logits: Tensor
+    ) -> SampledPart:
+        """Return the rows that are sampled: of prefills only those that are complete, of drafts all."""
+        requests = list(self._rows.requests)
+        incomplete = {prefill.request for prefill in prefills if prefill.end < len(prefill.request.tokens)}
+        rows = [row for row, request in enumerate(requests) if request not in incomplete]
+        if not drafts:
+            sampling = [requests[row] for row in rows] if incomplete else requests
+            return SampledPart(sampling, rows, logits, 0, self._model)
+        sampling, rows, drafted = [], [], []
+        for row, request in enumerate(requests):
+            draft, draft_rows = drafts.get(request, ()), self._rows.draft_rows.get(request, ())
+            sampling += [request] * (1 + len(draft))
+            rows += [row, *draft_rows]
+            drafted += [NOT_DRAFTED, *draft]
+        return SampledPart(sampling, rows, logits, 0, self._model, drafted)
 
     def _mask_and_sample(self, shape: StepShape, part: SampledPart, host: Tensor, times: StepTimes | None) -> None:
         """Sample again with masks, for which the tokens of the step before must be known."""
@@ -194,12 +208,18 @@ class CudaRunner:
             return decodes, [], others
         return decodes, prefills, []
 
-    def _run_rows(self, decodes: Sequence[Request], prefills: Sequence[PrefillRow]) -> tuple[StepShape, Tensor]:
+    def _run_rows(
+        self,
+        decodes: Sequence[Request],
+        prefills: Sequence[PrefillRow],
+        drafts: Mapping[Request, Sequence[int]],
+    ) -> tuple[StepShape, Tensor]:
         """Return the logits of each row that is sampled."""
         tokens = len(decodes) + sum(prefill.end - prefill.start for prefill in prefills)
+        tokens += sum(map(len, drafts.values()))
         sizes = self._mixed_sizes if prefills else self._sizes
         shape = StepShape(next(size for size in sizes if size >= tokens), bool(prefills))
-        self._rows.arrange(decodes, prefills, shape.tokens)
+        self._rows.arrange(decodes, prefills, shape.tokens, drafts)
         self._rows.send()
         return shape, self._compute(shape) if self._graphs is None else self._graphs.run(shape)
 
@@ -319,6 +339,10 @@ class CudaRunner:
         if self._graphs is not None:
             return GRAPHED_PREFILL_TOKENS
         return FLASH_PREFILL_TOKENS if self._flash else PADDED_PREFILL_TOKENS
+
+    @property
+    def max_draft_rows(self) -> int:
+        return self._largest
 
     @property
     def max_wait_steps(self) -> int:
