@@ -94,7 +94,7 @@ def test_a_missing_teacher_is_reported_before_anything_is_sampled(tmp_path: Path
     code, output = headrace("rl", write_run_file(tmp_path, tiny_model), overlay)
     assert code != 0
     assert "model teacher cannot be used: http://127.0.0.1:9/v1" in output
-    assert not RunDir(tmp_path / "run").rollouts.exists()
+    assert not [*RunDir(tmp_path / "run").rollouts.iterdir()]
 
 
 TAUGHT = """
