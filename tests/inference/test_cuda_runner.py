@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton does not interpret; tests/gpu has the same on a GPU", allow_module_level=True)
 
-from headrace.inference.embedded.cuda import make_cuda_runner, rows, steps
+from headrace.inference.embedded.cuda import make_cuda_runner, rows, runner, steps
 from headrace.inference.embedded.cuda.runner import CudaRunner
 
 SIZES = {
@@ -281,6 +281,7 @@ def test_prompts_that_begin_in_the_cache_read_no_more_keys_at_once_than_they_may
 
     monkeypatch.setattr(steps, "varlen_attn", attend)
     monkeypatch.setattr(steps, "MAX_GATHERED_KEYS", most)
+    monkeypatch.setattr(runner, "MAX_PREFILLS", 0)  # a forward of their own, as long prompts have
     engine = make_engine(make_model(0), max_model_len=160, max_running=8)
     engine.runner._flash = True  # type: ignore[attr-defined]
     beginning = [7 + n % 50 for n in range(32)]

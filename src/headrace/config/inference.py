@@ -106,8 +106,8 @@ class InferenceConfig(Config):
     compiler, and layers like Llama's or Qwen's in float32. Embedded only."""
     speculative_tokens: int = Field(0, ge=0, le=64)
     """Most tokens that are guessed ahead for a request while at most 32 run, from what others with its prompt sampled.
-    8 shortens the tail of a batch of long completions; 0: no guesses. The distribution stays the same. Embedded only,
-    on a GPU."""
+    8 makes each of few requests faster where guesses are often right; 0: no guesses. The distribution stays the same.
+    Embedded only, on a GPU."""
     prefix_cache: bool = True
     """Reuse the KV cache of prompts with the same prefix, as long as the weights do not change."""
     max_body_mb: float = Field(32.0, gt=0)
