@@ -12,7 +12,7 @@ VLLM := $(if $(filter .venv-vllm/bin/python,$(VLLM_PYTHON)),.venv-vllm/.installe
 WORKERS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses=8 \
 	--dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-view test-clients test-wheel wheel lint docs snapshots lock clean site
+.PHONY: help demo test test-full test-faults test-sandbox test-vllm test-cluster test-cluster-full test-triton test-view test-clients test-wheel wheel lint docs snapshots lock clean site
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-vllm  the tests with a real vLLM on CPUs, which is installed first (1.9 GB, in .venv-vllm)"
 	@echo "make test-cluster  runs over several hosts, which are namespaces of this one, by SLURM (installed by apt as root) and Ray"
 	@echo "make test-cluster-full  the same with lost hosts, cut links, time limits and misuse, for about an hour"
+	@echo "make test-triton  the kernels and the engine for GPUs, on a CPU by Triton's interpreter (190 MB, in .venv-triton)"
 	@echo "make test-view  the pages of headrace view in a real Chromium (installed by apt as root), and the notebook"
 	@echo "make test-wheel  the built wheel in an environment of its own: demo, a new environment, uninstall"
 	@echo "make wheel      build the wheel and the source distribution in dist/"
@@ -33,7 +34,7 @@ help:
 	@echo "make docs       write the pages that are made of the code: docs/reference"
 	@echo "make snapshots  rewrite tests/snapshots (help texts, error messages, a dry run), after a change of wording"
 	@echo "make lock       write the requirement locks again, except vLLM's (make lock UPGRADE=1: with the newest versions)"
-	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-view, .venv-clients, .venv-site and caches (outputs/ stays: it holds your runs)"
+	@echo "make clean      remove .venv, .venv-vllm, .venv-ray, .venv-triton, .venv-view, .venv-clients, .venv-site and caches (outputs/ stays: it holds your runs)"
 
 demo: $(RUNTIME)
 	$(BIN)/headrace demo $(ARGS)
@@ -42,7 +43,7 @@ test: lint
 	$(WORKERS) $(ARGS)
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
-test-full: $(DEV) test-clients
+test-full: $(DEV) test-clients test-triton
 	$(BIN)/python -m pytest -m "not faults and not cluster and not view and not wheel and not clients" --session-timeout=14400 $(ARGS)
 
 # Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,
@@ -61,6 +62,12 @@ test-cluster test-cluster-full: $(DEV) .venv-ray/.installed
 	@sh scripts/install_slurm.sh
 	$(BIN)/python -m pytest -m "cluster and $(if $(filter test-cluster,$@),not )full" tests/cluster -rs \
 		--session-timeout=$(if $(filter test-cluster,$@),900,7200) $(ARGS)
+
+# Kernels and the runner for GPUs without graphs and compiled layers, which need a GPU: tests/gpu.
+test-triton: $(DEV) .venv-triton/.installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -n logical --maxprocesses=8 \
+		tests/inference/test_cuda_kernels.py tests/inference/test_cuda_runner.py \
+		tests/inference/test_logits_processing.py tests/trainer/test_lm_head_kernel.py $(ARGS)
 
 # tests/view/test_pictures.py says how the pictures of the documentation are made.
 test-view: $(DEV) .venv-view/.installed
@@ -110,7 +117,7 @@ lock: $(DEV)
 	$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-ray .venv-view .venv-clients .venv-site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-ray .venv-triton .venv-view .venv-clients .venv-site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # The stamps lie inside .venv: deleting it makes the next command install again.
 $(RUNTIME): requirements.lock pyproject.toml scripts/install.py
@@ -131,6 +138,11 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 .venv-ray/.installed: requirements-ray.lock $(RUNTIME)
 	@echo "setting up .venv-ray"
 	@$(PYTHON) scripts/install.py ray
+	@touch $@
+
+.venv-triton/.installed: requirements-triton.lock $(RUNTIME)
+	@echo "setting up .venv-triton"
+	@$(PYTHON) scripts/install.py triton
 	@touch $@
 
 .venv-view/.installed: requirements-view.lock $(RUNTIME)

