@@ -599,7 +599,7 @@ def test_a_step_is_planned_before_the_tokens_of_the_last_one_are_known():
     assert desk.spans(desk.plan()) == [("a", 31, 32)]  # the last token of b is being sampled
     first.append_pending()
     assert not first.append(51, -1.0)
-    desk.scheduler.register_block(first, first.prompt_length + len(first.logprobs))
+    desk.scheduler.register_block(first, 1)
     assert first.tokens[30:] == [50, 51, PENDING]
     assert desk.blocks.find(first.block_hash(1)) == first.blocks[1]
 

@@ -359,6 +359,7 @@ class Engine:
         )
         finished: list[Request] = []
         log_masses, alternatives = output.log_masses or itertools.repeat(0.0), output.alternatives
+        latents = output.latents
         for request, token, logprob, log_mass in zip(*output[:3], log_masses, strict=False):
             if request.is_done or (finished and finished[-1] is request):
                 continue  # it ended, or was cancelled, after this step was launched, or within its draft
@@ -372,13 +373,12 @@ class Engine:
                         "finite (NaN or infinity)"
                     )
                 top = alternatives.get(request) if alternatives else None
-                if request.append(token, logprob, log_mass, top, output.latents.get(request)):
+                if request.append(token, logprob, log_mass, top, latents.get(request) if latents else None):
                     finished.append(request)
                 else:
                     end = request.prompt_length + len(request.logprobs)
-                    for filled in (end, end - 1):  # the one before the token, if that was a draft
-                        if not filled % BLOCK_SIZE:
-                            self.scheduler.register_block(request, filled)
+                    if end % BLOCK_SIZE < 2:  # after a draft, the block before this token
+                        self.scheduler.register_block(request, end // BLOCK_SIZE - 1)
                     if request.on_tokens is not None:
                         request.on_tokens()
                 self.tokens_sampled += 1

@@ -280,7 +280,8 @@ class Request:
         else:
             tokens.append(token)
             self._drop_uniform()
-        self.computed = max(self.computed, place)  # a draft was computed before it was known to be right
+        if self.computed < place:
+            self.computed = place  # by a draft, before it was known to be right
         self.is_verified = True
         if self.latents is not None:
             logprob = self._append_latent(latent, tokens[: place + 1], logprob)

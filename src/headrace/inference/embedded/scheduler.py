@@ -113,19 +113,19 @@ class Scheduler:
             len(request.tokens) > len(request.blocks) * BLOCK_SIZE for request in self.running
         )
 
-    def register_block(self, request: Request, end: int) -> None:
-        """Register the block that ends before the token `end`, if it is full: one whose last token was not known when
-        the step that computes it was planned."""
-        if self._prefix_cache and end % BLOCK_SIZE == 0 and request.computed >= end:
-            index = end // BLOCK_SIZE - 1
+    def register_block(self, request: Request, index: int) -> None:
+        """Register a block if all its tokens are computed: one whose last token was not known when the step that
+        computes it was planned."""
+        if self._prefix_cache and request.computed >= (index + 1) * BLOCK_SIZE:
             self.blocks.register(request.blocks[index], request.block_hash(index))
 
     def reserve_draft(self, request: Request, count: int) -> int:
         """Allocate the blocks of a draft of `count` tokens, and return how many of them have one: drafts do not preempt
         requests, or use the last free blocks."""
-        spare = max(0, self.blocks.num_free - len(self.running))
         missing = blocks_for(len(request.tokens) + count) - len(request.blocks)
-        request.blocks += [self.blocks.allocate() for _ in range(min(missing, spare))]
+        if missing > 0:
+            spare = max(0, self.blocks.num_free - len(self.running))
+            request.blocks += [self.blocks.allocate() for _ in range(min(missing, spare))]
         return min(count, len(request.blocks) * BLOCK_SIZE - len(request.tokens))
 
     def schedule(self, weights: Weights) -> StepPlan:

@@ -216,21 +216,19 @@ class StepRows:
     ) -> None:
         """Stage all inputs of a step other than the block tables of requests."""
         requests, arrays = self.requests, self._arrays
-        count = len(requests)
-        ends = np.array([len(request.tokens) for request in requests], dtype=np.int64)
-        ids = np.array([request.tokens[-1] for request in requests], dtype=np.int64)
+        lengths = [len(request.tokens) for request in requests]
+        last = [request.tokens[-1] for request in requests]
+        arrays["is_masked"][len(requests) : rows] = False
+        self.draft_rows.clear()
+        if drafts:
+            self._place_drafts(drafts, lengths, last)
+        ends, ids = np.array(lengths, dtype=np.int64), np.array(last, dtype=np.int64)
+        self._used = count = len(ends)
         sources = np.arange(count)
         for row, source in self._moved.items():
             if row < count:
                 sources[row] = source
         sources[ids != PENDING] = UNUSED
-        arrays["is_masked"][count:rows] = False
-        self.draft_rows.clear()
-        if drafts:
-            ends, ids = self._place_drafts(drafts, ends, ids)
-            count = len(ids)
-            sources = np.full(count, UNUSED)
-        self._used = count
         uniforms = self._random.random(count)
         for row, request in enumerate(requests):
             if request.params.seed is not None:
@@ -277,23 +275,17 @@ class StepRows:
         arrays["tiles"][: len(tiles)] = tiles or np.zeros((0, 5))
         arrays["tiles"][len(tiles) : self.max_tiles(tokens)] = UNUSED
 
-    def _place_drafts(
-        self, drafts: Mapping[Request, Sequence[int]], ends: np.ndarray, ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Give drafts rows after those of the requests, with their blocks and temperatures, and return `ends` and `ids`
-        with those of the drafts."""
+    def _place_drafts(self, drafts: Mapping[Request, Sequence[int]], lengths: list[int], last: list[int]) -> None:
+        """Give drafts rows after those of the requests, with their blocks and temperatures, and append their lengths
+        and tokens."""
         own_rows: list[int] = []
-        draft_ends: list[int] = []
-        draft_ids: list[int] = []
         for request, draft in drafts.items():
-            first = len(self.requests) + len(own_rows)
+            first, length = len(lengths), len(request.tokens)
             self.draft_rows[request] = range(first, first + len(draft))
             own_rows += [self._row[request]] * len(draft)
-            length = len(request.tokens)
-            draft_ends += range(length + 1, length + 1 + len(draft))
-            draft_ids += draft
-        added = slice(len(self.requests), len(self.requests) + len(own_rows))
+            lengths += range(length + 1, length + 1 + len(draft))
+            last += draft
+        added = slice(len(self.requests), len(lengths))
         self._table_array[added] = self._table_array[own_rows]
         self._arrays["temperatures"][added] = self._arrays["temperatures"][own_rows]
         self._is_changed = True
-        return np.append(ends, draft_ends), np.append(ids, draft_ids)
