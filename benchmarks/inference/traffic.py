@@ -59,6 +59,12 @@ UPDATE_EVERY = 256
 """Completions, or whole conversations, between two versions of the weights."""
 MAX_MODEL_LEN = {"gsm8k": 1024, "reasoning": 5120, "tools": 4096}
 POLL_S = 0.25
+DECODE_S = 2.0
+"""Seconds of decoding in which an engine's own rate is measured, in as many batches as that takes."""
+MAX_DECODE_BATCHES = 40
+DECODE_POLL_S = 0.05 if ON_GPU else 0.02
+RAMP_UP_S = 0.2 if ON_GPU else 0.0
+"""Until a batch that runs decodes evenly; a tenth of the lengths on a CPU has no time for that."""
 PROBES = 1
 """Streamed requests on which the time between tokens is measured; each costs the server an event per token."""
 SERVE = """
@@ -94,12 +100,13 @@ class Row(NamedTuple):
     engine: str
     rate: float
     running: float = 0.0
-    share: float = 0.0
-    step_ms: float = 0.0
-    host_ms: float = 0.0
-    idle_share: float = 0.0
+    share: float | None = None
+    step_ms: float | None = None
+    """None, like what follows, of engines that do not count their steps."""
+    host_ms: float | None = None
+    idle_share: float | None = None
     """Time in which the GPU computed no step."""
-    prefill_share: float = 0.0
+    prefill_share: float | None = None
     """Steps that also prefill."""
     gaps_ms: tuple[float, float] = (0.0, 0.0)
     """Median and 99th percentile of the time between two tokens."""
@@ -258,7 +265,7 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
             await asyncio.sleep(POLL_S)
             counters.append(await server.counters())
     first, last = counters[0], counters[-1]
-    seconds, steps = last.at - first.at, max(1.0, last.steps - first.steps)
+    seconds, steps = last.at - first.at, last.steps - first.steps
     gaps = [(a, b) for times in probes for a, b in pairwise(times) if a > first.at]
     cuts = quantiles([1e3 * (b - a) for a, b in gaps] or [0.0, 0.0], n=100)
     updated = [(begun, ended) for begun, ended in updates.times if begun > first.at]
@@ -266,10 +273,10 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
     return {
         "rate": (last.tokens - first.tokens) / seconds,
         "running": mean(each.running for each in counters),
-        "step_ms": 1e3 * seconds / steps,
-        "host_ms": 1e3 * (seconds - (last.wait_s - first.wait_s)) / steps,
-        "idle_share": 1 - (last.busy_s - first.busy_s) / seconds,
-        "prefill_share": (last.prefill_steps - first.prefill_steps) / steps,
+        "step_ms": 1e3 * seconds / steps if steps else None,
+        "host_ms": 1e3 * (seconds - (last.wait_s - first.wait_s)) / steps if steps and ON_GPU else None,
+        "idle_share": 1 - (last.busy_s - first.busy_s) / seconds if steps and ON_GPU else None,
+        "prefill_share": (last.prefill_steps - first.prefill_steps) / steps if steps else None,
         "gaps_ms": (cuts[49], cuts[98]),
         "updates": len(updated),
         "update_ms": 1e3 * mean([ended - begun for begun, ended in updated] or [0.0]),
@@ -278,7 +285,8 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
 
 
 async def measure_decoding(server: Server, setting: Setting, running: int) -> float:
-    """Return tokens/s of `running` requests at the traffic's mean context, from when all run until the first ends.
+    """Return tokens/s of `running` requests at the traffic's mean context, from when all run until the first ends; 0 if
+    they are too short to be measured.
 
     The mean is over sampled tokens: it is what the traffic's attention reads, too.
     """
@@ -293,20 +301,33 @@ async def measure_decoding(server: Server, setting: Setting, running: int) -> fl
     count = min(500, 2 * before - 2, setting.max_model_len - before)
     rng = random.Random(2)
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    prompts = [[rng.randrange(3, setting.vocab) for _ in range(max(1, before - count // 2))] for _ in range(running)]
-    while (await server.counters()).running:  # requests of the traffic, which were cancelled
+    tokens = seconds = 0.0
+    for _ in range(MAX_DECODE_BATCHES):
+        prompts = [
+            [rng.randrange(3, setting.vocab) for _ in range(max(1, before - count // 2))] for _ in range(running)
+        ]
+        first, last = await decode_batch(server, prompts, params)
+        tokens, seconds = tokens + last.tokens - first.tokens, seconds + last.at - first.at
+        if seconds >= DECODE_S:
+            break
+    return tokens / seconds if seconds else 0.0
+
+
+async def decode_batch(server: Server, prompts: list[list[int]], params: SamplingParams) -> tuple[Counters, Counters]:
+    """Return the counters when all requests run, and before the first ends."""
+    while (await server.counters()).running:  # requests that were cancelled
         await asyncio.sleep(0.02)
     async with background(*(server.client.generate(prompt, params) for prompt in prompts)):
-        counters = await server.counters()
-        while counters.running < running or counters.tokens == 0:
-            await asyncio.sleep(0.02)
-            counters = await server.counters()
-        await asyncio.sleep(0.2)
+        first = await server.counters()
+        while first.running < len(prompts) or first.tokens == 0:
+            await asyncio.sleep(DECODE_POLL_S)
+            first = await server.counters()
+        await asyncio.sleep(RAMP_UP_S)
         first = last = await server.counters()
-        while (counters := await server.counters()).running == running:
+        while (counters := await server.counters()).running == len(prompts):
             last = counters
-            await asyncio.sleep(0.05)
-    return (last.tokens - first.tokens) / max(1e-9, last.at - first.at)
+            await asyncio.sleep(DECODE_POLL_S)
+    return first, last
 
 
 async def measure_served(
@@ -323,7 +344,7 @@ async def measure_served(
             lengths = setting.traffic.lengths
             if lengths not in own:
                 own[lengths] = await measure_decoding(server, setting, round(found["running"]))
-            yield Row(setting, engine, share=found["rate"] / own[lengths] if own[lengths] else 0.0, **found)
+            yield Row(setting, engine, share=found["rate"] / own[lengths] if own[lengths] else None, **found)
     finally:
         trainer.kill()
         await server.close()
@@ -380,13 +401,18 @@ def table_of(rows: list[Row]) -> Table:
             row.engine,
             f"{row.rate:,.0f}",
             f"{row.running:.0f}",
-            f"{row.share:.2f}",
-            f"{row.step_ms:.2f}",
-            f"{row.host_ms:.2f}",
-            f"{row.idle_share:.0%}",
-            f"{row.prefill_share:.0%}",
+            *(
+                "" if value is None else format(value, form)
+                for value, form in (
+                    (row.share, ".2f"),
+                    (row.step_ms, ".2f"),
+                    (row.host_ms, ".2f"),
+                    (row.idle_share, ".0%"),
+                    (row.prefill_share, ".0%"),
+                )
+            ),
             f"{row.gaps_ms[0]:.1f}, {row.gaps_ms[1]:.1f}",
-            f"{row.updates} of {row.update_ms:.0f} ms, gap {row.update_gap_ms:.1f}",
+            f"{row.updates} of {row.update_ms:.0f} ms, gap {row.update_gap_ms:.1f}" if row.updates else "",
         )
     return table
 
@@ -414,7 +440,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.5b", "0.6b", "4b"] if ON_GPU else ["tiny"])
     parser.add_argument("--traffic", nargs="+", default=["gsm8k"], choices=list(TRAFFIC))
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES if ON_GPU else ENGINES[:2]), choices=ENGINES)
     parser.add_argument("--kv", nargs="+", default=["keep"], choices=["keep", "recompute"])
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--max-running", type=int)
