@@ -10,6 +10,7 @@ from headrace.inference.embedded import drafts
 from headrace.inference.embedded.block_manager import BlockManager
 from headrace.inference.embedded.cuda.launched_step import NOT_DRAFTED, right_rows
 from headrace.inference.embedded.drafts import Drafter, PromptIndex, Text
+from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.schema import SamplingParams
@@ -181,6 +182,14 @@ def test_the_oldest_finished_requests_are_forgotten(monkeypatch: pytest.MonkeyPa
 )
 def test_rows_are_right_until_a_draft_differs(drafted: list[int], sampled: list[int], expected: list[int]) -> None:
     assert [*right_rows(drafted, sampled)] == expected
+
+
+def test_an_engine_without_a_gpu_says_that_it_drafts_nothing(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Engine(model.cpu(), max_model_len=64)
+    assert not caplog.records
+    Engine(model.cpu(), max_model_len=64, speculative_tokens=8)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "speculative_tokens = 8" in record.getMessage()
 
 
 def test_a_draft_takes_no_block_that_running_requests_may_need() -> None:

@@ -126,6 +126,15 @@ class InferenceConfig(Config):
     seed: int = 0
     """Seed of requests that do not set one; filled from `seed`."""
 
+    def notices(self) -> list[str]:
+        """Warn about settings of the embedded engine where vLLM samples."""
+        unused = ("max_step_tokens", "speculative_tokens") if self.engine == "vllm" else ()
+        return [
+            f"inference: {key} = {value} has no effect with vLLM: it is a setting of the embedded engine."
+            for key in unused
+            if (value := getattr(self, key))
+        ]
+
     def running_at_once(self, *, on_gpu: bool) -> int:
         """Return `max_running`, or its default for the device if it is unset."""
         return self.max_running or (RUNNING_ON_GPU if on_gpu else RUNNING_ON_CPU)

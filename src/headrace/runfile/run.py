@@ -209,7 +209,8 @@ class RunConfig(Config):
     def notices(self) -> list[str]:
         limit, longest = self.inference.max_model_len, self._longest_request()
         assert limit is not None  # it is filled
-        return self.orchestrator.notices() + [  # hints may be short, and then fewer tokens will do
+        own = [*self.orchestrator.notices(), *self.inference.notices()]
+        return own + [  # hints may be short, and then fewer tokens will do
             f"orchestrator.train.env {env.name!r}: {algo.type} has the policy score hints with their samples, and "
             f"inference.max_model_len is {limit}: such a sequence may have {longest} tokens, and rollouts with one "
             f"too long are {algo.UNSCORED}; leave it out for that, or keep it if hints are that much shorter."

@@ -127,6 +127,8 @@ class Engine:
         self._stop_strings = None if decode is None else StopStrings(decode, special_tokens)
         self._grammars = grammars
         self._drafter = Drafter(speculative_tokens)
+        if speculative_tokens and not self.runner.max_draft_rows:
+            log.warning("speculative_tokens = %d has no effect: only the runner for GPUs guesses", speculative_tokens)
         self._in_flight: LaunchedStep | None = None
         """The last step, if its output was not read yet."""
         self._failed_batches = 0
