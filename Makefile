@@ -43,7 +43,7 @@ test: lint
 	$(WORKERS) $(ARGS)
 
 # In one process: long runs of several processes each, which have limits of time and take all cores themselves.
-test-full: $(DEV) test-clients test-triton
+test-full: $(DEV) test-clients $(if $(filter Linux,$(shell uname -s)),test-triton)
 	$(BIN)/python -m pytest -m "not faults and not cluster and not view and not wheel and not clients" --session-timeout=14400 $(ARGS)
 
 # Nightly: flipped bits and kills in real runs. The seed is printed; ARGS="--seed N" replays it, fewer with --flips,

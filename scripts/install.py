@@ -49,7 +49,7 @@ def main() -> None:
         elif wanted == ["ray"]:
             install_beside(environment, ROOT / ".venv-ray", RAY_LOCK, "ray")  # 350 MB
         elif wanted == ["triton"]:
-            install_beside(environment, ROOT / ".venv-triton", TRITON_LOCK, "triton")  # 190 MB
+            install_triton(environment, ROOT / ".venv-triton")
         elif wanted == ["clients"]:
             create(ROOT / ".venv-clients")
             install_lock(ROOT / ".venv-clients", CLIENTS_LOCK, "packages of clients")  # 1.3 GB
@@ -93,6 +93,13 @@ def install_vllm(environment: Path) -> None:
         raise InstallError(f"{error}\nvLLM for CPUs needs torch's CPU build. Give pip {CPU_WHEELS}.") from error
     with Stage("first import of vLLM") as stage:
         stage.note = run(environment, "-c", "import vllm; print('version', vllm.__version__)").splitlines()[-1]
+
+
+def install_triton(runtime: Path, environment: Path) -> None:
+    """Triton beside the packages of `runtime`; its interpreter needs no GPU. 190 MB."""
+    if sys.platform != "linux":
+        raise InstallError("Triton is for Linux alone. make test has the tests of everything but GPUs.")
+    install_beside(runtime, environment, TRITON_LOCK, "triton")
 
 
 def install_beside(runtime: Path, environment: Path, lock: Path, package: str) -> None:

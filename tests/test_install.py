@@ -46,6 +46,8 @@ def test_systems_other_than_linux_are_refused(
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(install.InstallError, match="for Linux alone"):
         install.install_vllm(tmp_path)
+    with pytest.raises(install.InstallError, match="for Linux alone"):
+        install.install_triton(tmp_path / "runtime", tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
