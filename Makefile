@@ -67,7 +67,8 @@ test-cluster test-cluster-full: $(DEV) .venv-ray/.installed
 test-triton: $(DEV) .venv-triton/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -n logical --maxprocesses=8 \
 		tests/inference/test_cuda_kernels.py tests/inference/test_cuda_runner.py \
-		tests/inference/test_logits_processing.py tests/trainer/test_lm_head_kernel.py $(ARGS)
+		tests/inference/test_logits_processing.py tests/inference/test_random_traffic.py \
+		tests/trainer/test_lm_head_kernel.py $(ARGS)
 
 # tests/view/test_pictures.py says how the pictures of the documentation are made.
 test-view: $(DEV) .venv-view/.installed

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headrace.inference.backend import EngineError
 from headrace.inference.embedded import drafts
 from headrace.inference.embedded.block_manager import BlockManager
 from headrace.inference.embedded.cuda.launched_step import NOT_DRAFTED, right_rows
@@ -16,6 +17,7 @@ from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.schema import SamplingParams
 
 PROMPT = [1, 2, 3, 4]
+MAX_ROWS = 100
 
 
 def make_request(tokens: Sequence[int], prompt: Sequence[int] = PROMPT, **params: Any) -> Request:
@@ -64,9 +66,9 @@ def test_finished_texts_are_indexed_within_a_budget() -> None:
     assert index.draft([20, 20], 1) == [20]
 
 
-def drafted(drafter: Drafter, requests: list[Request], max_rows: int = 100) -> dict[Request, list[int]]:
+def drafted(drafter: Drafter, requests: list[Request], max_rows: int = MAX_ROWS) -> dict[Request, list[int]]:
     """The drafts of requests whose next draft is as long as any."""
-    while not drafter.is_worthwhile(requests):
+    while not drafter.prepare(requests, MAX_ROWS):
         pass
     drafter.index_sampled(requests)
     for _ in range(3):
@@ -121,24 +123,60 @@ def test_a_draft_leaves_room_for_the_last_token_and_for_other_rows() -> None:
 )
 def test_there_are_drafts_while_few_plain_requests_run(count: int, params: Any, is_drafting: bool) -> None:
     running = [make_request([], **params) for _ in range(count)]
-    assert Drafter(8).is_worthwhile(running) == is_drafting
-    assert not Drafter(0).is_worthwhile(running)
+    assert Drafter(8).prepare(running, MAX_ROWS) == is_drafting
+    assert not Drafter(0).prepare(running, MAX_ROWS)
 
 
 def test_drafts_that_gain_little_pause_and_are_tried_again() -> None:
     drafter, running = Drafter(8), [make_request([])]
     for _ in range(1000):
         drafter.observe({running[0]: 3}, {})
-    assert drafter.is_worthwhile(running)
+    assert drafter.prepare(running, MAX_ROWS)
     steps = 0
-    while drafter.is_worthwhile(running):
+    while drafter.prepare(running, MAX_ROWS):
         drafter.observe({running[0]: 1}, {})
         steps += 1
     assert 10 < steps < 50
     pause = 1
-    while not drafter.is_worthwhile(running):
+    while not drafter.prepare(running, MAX_ROWS):
         pause += 1
     assert pause == drafts.PAUSE_STEPS
+
+
+def test_there_are_no_drafts_where_a_step_has_no_room_for_one_of_each_request() -> None:
+    running = [make_request([]) for _ in range(5)]
+    assert not Drafter(8).prepare(running, 9)
+    assert Drafter(8).prepare(running, 10)
+
+
+def test_running_requests_are_indexed_within_a_budget_and_stay_so_while_a_few_more_run() -> None:
+    drafter = Drafter(8)
+    size = drafts.INDEXED_PER_STEP // 4
+    running = [make_request(range(100, 100 + size)) for _ in range(10)]
+    assert [drafter.prepare(running, MAX_ROWS) for _ in range(3)] == [False, False, True]
+    more = [make_request([]) for _ in range(drafts.MAX_INDEXED_REQUESTS)]
+    assert not drafter.prepare([*running, *more], MAX_ROWS)
+    assert len(drafter._drafting) == 10
+    assert not drafter.prepare([*running, *more, *more], MAX_ROWS)
+    assert not drafter._drafting
+
+
+def test_a_request_that_failed_while_its_next_token_was_sampled_leaves_no_placeholder_in_drafts() -> None:
+    drafter = Drafter(4)
+    failing, other = make_request([10, 11, 12]), make_request([10, 11])
+    assert drafted(drafter, [failing, other])[other] == [12]
+    failing.append_pending()
+    failing.fail(EngineError("cancelled"))
+    assert failing.tokens[-1] == 12
+    assert drafted(drafter, [other]) == {other: [12]}
+
+
+def test_requests_with_another_salt_have_no_drafts_from_each_other() -> None:
+    drafter = Drafter(4)
+    own, other = make_request([10, 11, 12, 13]), make_request([10, 11])
+    own.cache_salt = "own"
+    drafter.add_finished(own)
+    assert drafted(drafter, [other]) == {}
 
 
 def test_only_the_last_requests_with_a_prompt_are_kept() -> None:
@@ -157,9 +195,9 @@ def test_an_index_ends_with_its_requests_and_is_replaced_when_it_is_full(monkeyp
     assert len(set(map(id, drafter._drafting.values()))) == 2
     for request in running[:2]:
         request.is_done = True
-    assert drafter.is_worthwhile(running[2:]) and [*drafter._drafting] == running[2:]
+    assert drafter.prepare(running[2:], MAX_ROWS) and [*drafter._drafting] == running[2:]
     running[2].is_done = True
-    assert drafter.is_worthwhile([make_request([], prompt=[9])]) and len(drafter._indexes) == 1
+    assert drafter.prepare([make_request([], prompt=[9])], MAX_ROWS) and len(drafter._indexes) == 1
 
 
 def test_the_oldest_finished_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ it sampled up to the first token that differs from the draft. A token is always 
 distribution, so the result does not depend on drafts; only the number of steps does.
 
 Drafts pay while few requests run, when a step of a GPU mostly reads weights: in the tail of a batch. A step with drafts
-cannot be launched before the last one was read. So there are none while they gain little (`Drafter.is_worthwhile`).
+cannot be launched before the last one was read. So there are none while they gain little (`Drafter.prepare`).
 No torch.
 """
 
@@ -27,8 +27,10 @@ CONTEXTS = (6, 2)
 """Tokens before a draft that have occurred before: more are preferred."""
 MAX_INDEXED_REQUESTS = 2 * MAX_REQUESTS
 """Running requests up to which others with their prompts are indexed, so that there are drafts without delay."""
+MAX_KEPT_REQUESTS = 2 * MAX_INDEXED_REQUESTS
+"""Running requests above which nothing stays indexed."""
 INDEXED_PER_STEP = 1024
-"""Tokens of finished requests that are indexed in one step without drafts, while the GPU computes the one before."""
+"""Tokens that are indexed before a step without drafts, while the GPU computes the step before."""
 MAX_KEPT_TOKENS = 1 << 20
 """Tokens of finished requests that are kept, four bytes each."""
 MAX_KEPT_TEXTS = 8
@@ -56,14 +58,15 @@ class Text(NamedTuple):
     """A prompt and what was sampled after it."""
 
     tokens: Sequence[int]
+    """Of a running request its own list, which grows. It ends with `PENDING` while a step is in flight."""
     prompt_length: int
 
 
-def contexts(tokens: Sequence[int], length: int, start: int) -> list[bytes]:
-    """Return the `length` tokens before each position from `start` on, but not before the end."""
-    row = array(TOKEN_TYPE, tokens).tobytes()
+def contexts(tokens: Sequence[int], length: int, start: int, end: int) -> list[bytes]:
+    """Return the `length` tokens before each of the positions [start, end)."""
+    row = array(TOKEN_TYPE, tokens[start - length : end - 1]).tobytes()
     size = array(TOKEN_TYPE).itemsize
-    return [row[size * (end - length) : size * end] for end in range(start, len(tokens))]
+    return [row[size * first : size * (first + length)] for first in range(end - start)]
 
 
 class PromptIndex:
@@ -74,7 +77,7 @@ class PromptIndex:
         self._texts: list[Text] = []
         self._unindexed = deque(finished)
         self._running: dict[Request, tuple[int, int]] = {}
-        """The number of each one's text, and how many of its tokens are indexed."""
+        """The number of each one's text, and the positions in it that are indexed."""
         self._places: list[dict[bytes, int]] = [{} for _ in CONTEXTS]
         """The place after each context."""
 
@@ -90,39 +93,39 @@ class PromptIndex:
         """Index finished texts until `budget` tokens are used up, and return what is left of it."""
         while self._unindexed and budget > 0:
             text = self._unindexed.popleft()
+            self._index(self._add(text), 0, len(text.tokens))
             budget -= len(text.tokens)
-            self._add(text)
         return budget
 
     def join(self, request: Request) -> None:
-        """Add a running request, of which `update` indexes further tokens."""
-        self._running[request] = len(self._texts), self._add(Text(request.tokens, request.prompt_length))
+        """Add a running request, whose tokens `update` indexes."""
+        self._running[request] = self._add(Text(request.tokens, request.prompt_length)), 0
 
     def leave(self, request: Request) -> None:
         """Index nothing more of a request."""
         del self._running[request]
 
-    def _add(self, text: Text) -> int:
-        """Index a text, the prompt only of the first one, and return the number of its tokens."""
-        tokens, number = text.tokens, len(self._texts)
-        first = text.prompt_length if self._texts else 0
-        self._texts.append(text)
-        for length, places in zip(CONTEXTS, self._places, strict=True):
-            start = max(first, length)
-            first_place = number << POSITION_BITS | start
-            places.update(zip(contexts(tokens, length, start), itertools.count(first_place), strict=False))
-        return len(tokens)
-
-    def update(self, request: Request) -> None:
-        """Index the new tokens of a running request."""
+    def update(self, request: Request) -> int:
+        """Index the new tokens of a running request, and return how many they are."""
         number, indexed = self._running[request]
-        tokens = request.tokens
-        for end in range(indexed, len(tokens)):
-            place = number << POSITION_BITS | end
-            for length, places in zip(CONTEXTS, self._places, strict=True):
-                if end >= length:
-                    places[array(TOKEN_TYPE, tokens[end - length : end]).tobytes()] = place
-        self._running[request] = number, len(tokens)
+        known = request.prompt_length + len(request.logprobs)
+        self._index(number, indexed, known)
+        self._running[request] = number, known
+        return known - indexed
+
+    def _add(self, text: Text) -> int:
+        """Add a text, and return its number."""
+        self._texts.append(text)
+        return len(self._texts) - 1
+
+    def _index(self, number: int, first: int, end: int) -> None:
+        """Index the positions [first, end) of a text, those in the prompt of the first text only."""
+        text = self._texts[number]
+        for length, places in zip(CONTEXTS, self._places, strict=True):
+            start = max(first, length, text.prompt_length if number else 0)
+            if start < end:
+                place = itertools.count(number << POSITION_BITS | start)
+                places.update(zip(contexts(text.tokens, length, start, end), place, strict=False))
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens that followed the last of `tokens` before; none if nothing did."""
@@ -166,29 +169,39 @@ class Drafter:
             _, texts = self._finished.popitem(last=False)
             self._kept_tokens -= sum(len(text.tokens) for text in texts)
 
-    def is_worthwhile(self, running: Sequence[Request]) -> bool:
+    def prepare(self, running: Sequence[Request], max_rows: int) -> bool:
         """Return whether the next step of these requests, if it has no prefill, should have drafts; index some of what
-        is needed for them."""
+        is needed for them. With drafts a step has at most `max_rows` tokens."""
         if not self._max_tokens or not 0 < len(running) <= MAX_INDEXED_REQUESTS:
-            for each in (self._indexes, self._drafting, self._lengths):
-                each.clear()
+            if not 0 < len(running) <= MAX_KEPT_REQUESTS:
+                for each in (self._indexes, self._drafting, self._lengths):
+                    each.clear()
             return False
         if self._steps_until_next:
             self._steps_until_next -= 1
             return False
-        if not all(request.is_plain and request.matcher is None for request in running):
+        if 2 * len(running) > max_rows or not all(request.is_plain and request.matcher is None for request in running):
             return False
         for request in [other for other in self._drafting if other.is_done]:
             self._close_index(request)
-        for request in running:
-            if request not in self._drafting:
-                self._open_index(request)
+        return self._index_within_budget(running) and len(running) <= MAX_REQUESTS
+
+    def _index_within_budget(self, running: Sequence[Request]) -> bool:
+        """Index the running requests and finished ones with their prompts; return whether all of them are indexed."""
         budget = INDEXED_PER_STEP
-        for index in self._indexes.values():
+        for request in running:
+            is_new = request not in self._drafting
+            if is_new:
+                self._open_index(request)
+            if is_new or len(running) > MAX_REQUESTS:  # else `index_sampled` does it, while the GPU computes
+                budget -= self._drafting[request].update(request)
             if budget <= 0:
                 return False
+        for index in self._indexes.values():
             budget = index.index_finished(budget)
-        return len(running) <= MAX_REQUESTS
+            if budget <= 0:
+                return False
+        return True
 
     def draft(self, requests: Sequence[Request], max_rows: int) -> dict[Request, list[int]]:
         """Return the drafts of requests whose last token is known, if there are any; with them a step has at most
@@ -202,9 +215,12 @@ class Drafter:
         return drafts
 
     def index_sampled(self, requests: Iterable[Request]) -> None:
-        """Index the known tokens of running requests; while the GPU computes their next ones."""
+        """Index known tokens of running requests, while the GPU computes their next ones."""
+        budget = INDEXED_PER_STEP
         for request in requests:
-            self._drafting[request].update(request)
+            budget -= self._drafting[request].update(request)
+            if budget <= 0:
+                return
 
     def observe(self, sampled: Mapping[Request, int], drafts: Mapping[Request, Sequence[int]]) -> None:
         """Count the tokens that each request of a step sampled, of which some had these drafts."""
@@ -237,5 +253,8 @@ class Drafter:
 
 
 def prompt_key(request: Request) -> int:
-    """Return a hash of the prompt: two prompts with the same hash would only spoil drafts."""
-    return hash(tuple(request.tokens[: request.prompt_length]))
+    """Return a hash of the prompt, and of the salt, since the time of a request tells whether its drafts were right.
+
+    Two prompts with the same hash would only spoil drafts.
+    """
+    return hash((request.cache_salt, tuple(request.tokens[: request.prompt_length])))

@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
+from operator import eq
 from pathlib import Path
 from typing import Any, Literal
 
@@ -268,9 +269,9 @@ class Engine:
     def _is_drafting(self) -> bool:
         """Return whether the next step should have drafts, so that all tokens before it must be known."""
         scheduler = self.scheduler
-        if not self.runner.max_draft_rows or scheduler.num_waiting or scheduler.quarantine:
+        if scheduler.num_waiting or scheduler.quarantine:
             return False
-        return self._drafter.is_worthwhile(scheduler.running)
+        return self._drafter.prepare(scheduler.running, self.runner.max_draft_rows)
 
     def _add_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with drafts, if there are any, and their blocks."""
@@ -282,13 +283,15 @@ class Engine:
 
     def _finish_drafts(self, plan: StepPlan) -> None:
         """Wait for a step with drafts, and count how many of their tokens were right."""
-        lengths = [len(request.tokens) for request in plan.decodes]
+        lengths = {request: len(request.tokens) for request in plan.decodes}
         self._drafter.index_sampled(plan.decodes)
         self.finish_step()
-        sampled = {request: len(request.tokens) - length for request, length in zip(plan.decodes, lengths, strict=True)}
-        self._drafter.observe(sampled, plan.drafts)
-        self.tokens_drafted += sum(map(len, plan.drafts.values()))
-        self.tokens_accepted += sum(max(0, sampled[request] - 1) for request in plan.drafts)
+        self._drafter.observe(
+            {request: len(request.tokens) - lengths[request] for request in plan.decodes}, plan.drafts
+        )
+        for request, draft in plan.drafts.items():
+            self.tokens_drafted += len(draft)
+            self.tokens_accepted += sum(map(eq, request.tokens[lengths[request] :], draft))
 
     def update_weights(self, directory: Path, version: Version) -> str:
         """Read and install a published version, and return its checksum."""
@@ -379,7 +382,7 @@ class Engine:
                     finished.append(request)
                 else:
                     end = request.prompt_length + len(request.logprobs)
-                    if end % BLOCK_SIZE < 2:  # after a draft, the block before this token
+                    if end % BLOCK_SIZE < 2:  # the token ends a block, or a draft ended the block before it
                         self.scheduler.register_block(request, end // BLOCK_SIZE - 1)
                     if request.on_tokens is not None:
                         request.on_tokens()
@@ -415,6 +418,8 @@ class Engine:
         if self._failed_batches > MAX_FAILED_BATCHES:
             raise error  # each request succeeds alone: no request is at fault
         log.exception("a step failed; its %d requests are computed one by one", len(requests))
+        for request in requests:
+            request.is_verified = False
         self.scheduler.isolate(requests, self._weights)
 
     def _remove_failed(self, request: Request, error: Exception) -> None:
@@ -422,6 +427,7 @@ class Engine:
         if not isinstance(error, EngineError):
             log.error("a request failed", exc_info=error)
             error = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
+        request.is_verified = False
         self.scheduler.remove(request)
         self._fail(request, error)
 

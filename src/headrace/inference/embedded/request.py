@@ -157,7 +157,7 @@ class Request:
         self.future.set_running_or_notify_cancel()  # Future.cancel() would not free its blocks
         self.on_tokens: Callable[[], None] | None = None
         """Called on the engine's thread after a step that sampled for this request."""
-        self._cache_salt = cache_salt
+        self.cache_salt = cache_salt
         self._stop_strings = stop_strings
         self._weights: Weights | None = None
         self._stopped_by: str | None = None
@@ -184,7 +184,7 @@ class Request:
             return
         self._weights = weights
         self.start_span(weights.version)
-        shared_by = (weights.installed, self.adapter and self.adapter.identity, self._cache_salt)
+        shared_by = (weights.installed, self.adapter and self.adapter.identity, self.cache_salt)
         self._hashes = [block_hash(repr(shared_by).encode(), ())]
 
     def mark_computed(self, end: int) -> None:
@@ -330,6 +330,7 @@ class Request:
         return "stop" if is_stopped else "length"
 
     def fail(self, error: EngineError) -> None:
+        del self.tokens[self.prompt_length + len(self.logprobs) :]  # a placeholder that nothing will replace
         self.is_done = True
         self.future.set_exception(error)
 

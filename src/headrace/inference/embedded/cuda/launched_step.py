@@ -16,7 +16,8 @@ from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.runner import StepOutput, next_latents, top_alternatives
 from headrace.inference.embedded.sampling import sample
 
-NOT_DRAFTED = -1
+NOT_DRAFTED = -2
+"""Neither a token nor `PENDING`."""
 
 
 class SampledPart(NamedTuple):

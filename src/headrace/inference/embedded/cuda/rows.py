@@ -131,7 +131,7 @@ class StepRows:
         self.draft_rows: dict[Request, range] = {}
         """Of each request with a draft in the step."""
         self._row: dict[Request, int] = {}
-        self._used = 0
+        self._sampled_rows = 0
         """Rows of requests and drafts in the step."""
         self._wanted: Sequence[Request] = []
         self._moved: dict[int, int] = {}
@@ -175,7 +175,7 @@ class StepRows:
         """Copy the staged inputs to the device."""
         self.inputs.buffer.copy_(self.staged.buffer, non_blocking=True)
         if self._is_changed:
-            self.tables[: self._used].copy_(self._staged_tables[: self._used], non_blocking=True)
+            self.tables[: self._sampled_rows].copy_(self._staged_tables[: self._sampled_rows], non_blocking=True)
             self._is_changed = False
         if self._sent is not None:
             self._sent.record()
@@ -223,7 +223,7 @@ class StepRows:
         if drafts:
             self._place_drafts(drafts, lengths, last)
         ends, ids = np.array(lengths, dtype=np.int64), np.array(last, dtype=np.int64)
-        self._used = count = len(ends)
+        self._sampled_rows = count = len(ends)
         sources = np.arange(count)
         for row, source in self._moved.items():
             if row < count:
