@@ -105,9 +105,9 @@ class InferenceConfig(Config):
     """Compile layers: about a third faster, but the start takes about 10 s longer on a GPU. On a CPU it needs a C
     compiler, and layers like Llama's or Qwen's in float32. Embedded only."""
     speculative_tokens: int = Field(0, ge=0, le=64)
-    """Most tokens that are guessed ahead for a request while at most 32 run, from what others with its prompt sampled.
-    8 makes each of few requests faster where guesses are often right; 0: no guesses. The distribution stays the same.
-    Embedded only, on a GPU."""
+    """Most tokens that are guessed ahead for a request while at most 32 run, and at most half of `max_running`: what
+    others with its prompt sampled. 8 makes each of few requests faster where guesses are often right; 0: no guesses.
+    The distribution stays the same. Embedded only, on a GPU."""
     prefix_cache: bool = True
     """Reuse the KV cache of prompts with the same prefix, as long as the weights do not change."""
     max_body_mb: float = Field(32.0, gt=0)
