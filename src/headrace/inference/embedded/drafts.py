@@ -30,7 +30,7 @@ MAX_INDEXED_REQUESTS = 2 * MAX_REQUESTS
 MAX_KEPT_REQUESTS = 2 * MAX_INDEXED_REQUESTS
 """Running requests above which nothing stays indexed."""
 INDEXED_PER_STEP = 1024
-"""Tokens that are indexed before a step without drafts, while the GPU computes the step before."""
+"""Tokens that are indexed per step, while the GPU computes."""
 MAX_KEPT_TOKENS = 1 << 20
 """Tokens of finished requests that are kept, four bytes each."""
 MAX_KEPT_TEXTS = 8
