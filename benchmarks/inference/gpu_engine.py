@@ -1,6 +1,6 @@
 """What bounds the embedded engine on a GPU: its kernels, its matrix products, and whole steps.
 
-    python -m benchmarks.inference.gpu_engine [kernels] [products] [steps] [long] [profile]
+    python -m benchmarks.inference.gpu_engine [kernels] [products] [steps] [projections] [long] [profile]
 
 Qwen3-0.6B and a 4B configuration with random weights. Kernels are timed as graphs of ten calls, medians of twenty; the
 ceiling is what a large copy reaches. A variant that fails says so, and the others go on.
@@ -13,16 +13,18 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from benchmarks.models import qwen3_config
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE, blocks_for
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.projections import join_projections
 from headrace.inference.schema import SamplingParams
 
 DEVICE = torch.device("cuda")
@@ -34,8 +36,8 @@ LAUNCHES = [
     (128, 4, 2), (128, 8, 2), (128, 8, 3), (128, 4, 1), (16, 1, 4),
 ]  # fmt: skip
 """Keys of a tile, warps, stages."""
-MEASURED = 40
-"""Decode steps of a row of the table."""
+WARM_UP, MEASURED = 8, 40
+"""Decode steps before those that are measured, and these."""
 
 
 def say(*words: object) -> None:
@@ -197,13 +199,14 @@ def products() -> None:
             attempt(f"  {rows} rows: {name}, all layers", lambda call=call: f"{milliseconds(call, calls=1):7.3f} ms")
 
 
-def make_model(size: str = "0.6b") -> Any:
+def make_model(size: str = "0.6b", *, joined: bool = True) -> Any:
     """Random weights, made on the GPU."""
-    from transformers import Qwen3ForCausalLM
-
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return Qwen3ForCausalLM(qwen3_config(size)).to(torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(qwen3_config(size)).to(torch.bfloat16).eval()
+    if joined:
+        join_projections(model)
+    return model
 
 
 def filled(model: Any, requests: int, prompt: int, completion: int, **settings: Any) -> tuple[Engine, float, float]:
@@ -230,27 +233,15 @@ def filled(model: Any, requests: int, prompt: int, completion: int, **settings: 
     return engine, made, requests * prompt / taken
 
 
-def timed_steps(engine: Engine, count: int) -> Iterator[tuple[float, float]]:
-    """(whole, device) milliseconds of decoding steps."""
-    run_decode = engine.runner._run_decode  # type: ignore[attr-defined]
-    events: list[Any] = []
-
-    def run(requests: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = run_decode(requests)
-        end.record()
-        events.append((start, end))
-        return result
-
-    engine.runner._run_decode = run  # type: ignore[attr-defined]
+def timed_steps(engine: Engine, count: int) -> tuple[float, float]:
+    """Mean milliseconds of a decoding step, and of the device for it; a step is launched before the last is read."""
+    engine.finish_step()
+    engine.reset_counters()
+    start = time.perf_counter()
     for _ in range(count):
-        start = time.perf_counter()
         engine.step()
-        whole = time.perf_counter() - start
-        first, last = events.pop()
-        yield whole * 1e3, first.elapsed_time(last)
-    engine.runner._run_decode = run_decode  # type: ignore[attr-defined]
+    engine.finish_step()
+    return (time.perf_counter() - start) / count * 1e3, engine.device_busy_s / count * 1e3
 
 
 def free(engine: Engine) -> None:
@@ -265,12 +256,11 @@ def free(engine: Engine) -> None:
 
 def measured_steps(model: Any, requests: int, **settings: Any) -> str:
     engine, made, prompt_rate = filled(model, requests, 480, 128, **settings)
-    times = list(timed_steps(engine, 8 + MEASURED))[8:]
-    whole, device = (statistics.median(column) for column in zip(*times, strict=True))
-    worst = max(column[0] for column in times)
+    timed_steps(engine, WARM_UP)
+    whole, device = timed_steps(engine, MEASURED)
     free(engine)
     return (
-        f"made {made:5.1f} s  prompts {prompt_rate:9,.0f} tok/s  step {whole:6.2f} ms (worst {worst:6.2f})  "
+        f"made {made:5.1f} s  prompts {prompt_rate:9,.0f} tok/s  step {whole:6.2f} ms  "
         f"device {device:6.2f}  beside {whole - device:5.2f}  {requests / whole * 1e3:9,.0f} tok/s"
     )
 
@@ -285,7 +275,17 @@ def steps() -> None:
         )
     attempt("  0.6B, 1024 requests", lambda: measured_steps(model, 1024))
     attempt("  0.6B, 8 requests", lambda: measured_steps(model, 8))
-    attempt("  4B, 256 requests", lambda: measured_steps(make_model("4b"), 256))
+
+
+def projections() -> None:
+    """Steps whose projections of one input are separate products, and one."""
+    say("\ndecoding steps at about 540 tokens, projections of one input apart and joined")
+    for size in ("0.5b", "0.6b", "4b"):
+        for joined in (False, True):
+            attempt(
+                f"  {size}, 256 requests, {'joined' if joined else 'apart'}",
+                lambda size=size, joined=joined: measured_steps(make_model(size, joined=joined), 256),
+            )
 
 
 def whole_run(model: Any, requests: int) -> str:
@@ -313,25 +313,33 @@ def long() -> None:
 
 
 def profile() -> None:
+    for size in ("0.5b", "0.6b"):
+        profile_step(size)
+
+
+def profile_step(size: str) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiling
 
-    model = make_model()
-    engine, _, _ = filled(model, 256, 480, 128)
-    for _ in range(5):
-        engine.step()
+    engine, _, _ = filled(make_model(size), 256, 480, 128)
+    timed_steps(engine, WARM_UP)
     with profiling(activities=[ProfilerActivity.CUDA]) as found:
         engine.step()
+        engine.finish_step()
     rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
     kernels = [row for row in rows if row.self_device_time_total > 0]
     total = sum(row.self_device_time_total for row in kernels)
-    say(f"\na decoding step of 256 requests: {total / 1e3:.2f} ms in {sum(row.count for row in kernels)} kernels")
+    count = sum(row.count for row in kernels)
+    say(f"\n{size}, a decoding step of 256 requests: {total / 1e3:.2f} ms in {count} kernels")
     for row in kernels[:25]:
         say(f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:5d} x  {row.key[:100]}")
     free(engine)
 
 
-PARTS = {"kernels": kernels, "products": products, "steps": steps, "long": long, "profile": profile}
+PARTS = {
+    **{"kernels": kernels, "products": products, "steps": steps, "projections": projections},
+    **{"long": long, "profile": profile},
+}
 
 
 def main() -> None:

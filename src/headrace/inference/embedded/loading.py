@@ -23,6 +23,7 @@ from headrace.inference.backend import resolve_max_model_len
 from headrace.inference.embedded.cpu.weight_layout import lay_out_for_small_batches
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.grammar import Grammars
+from headrace.inference.embedded.projections import join_projections
 from headrace.inference.embedded.runner import key_shapes
 from headrace.inference.embedded.self_check import UnsupportedModel, check_engine
 from headrace.inference.latents import add_gates
@@ -51,9 +52,11 @@ def load_model(directory: Path, dtype: str = "auto", *, trust_remote_code: bool 
         directory, dtype=automatic if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trust_remote_code
     )
     model = model.to(device).eval()
-    if device.type == "cpu":
-        with _explained(model):
+    with _explained(model):
+        if device.type == "cpu":
             lay_out_for_small_batches(model)
+        else:
+            join_projections(model)
     return model
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from headrace.errors import BadInput
 from headrace.inference.backend import EngineError, GenerationResult
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.projections import separate_projections
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import SamplingParams
 
@@ -151,7 +152,8 @@ def _own_code(model: Any) -> Iterator[None]:
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     try:
-        yield
+        with separate_projections(model):
+            yield
     finally:
         model.set_attn_implementation(attention)
         model.set_experts_implementation(experts)

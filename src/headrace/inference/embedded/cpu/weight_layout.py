@@ -20,6 +20,7 @@ from torch.nn import Linear
 from torch.nn.functional import linear, pad
 
 from headrace.inference.embedded.cpu.kernels import load_kernels, rows
+from headrace.inference.embedded.projections import group_by_input
 
 Product = Callable[[Tensor], Tensor]
 Layout = Callable[[Tensor, Tensor | None], Product]
@@ -29,7 +30,7 @@ Layout = Callable[[Tensor, Tensor | None], Product]
 def lay_out_for_small_batches(model: Any) -> None:
     """Change the layout of a model's linear layers for products of few rows."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    for layers in _group_by_input(model):
+    for layers in group_by_input(model):
         has_kernel = layers[0].weight.dtype == torch.float32 and load_kernels() is not None
         if has_kernel or len(layers) > 1 or id(layers[0].weight) in embeddings:  # embeddings are looked up by row
             copy = _ReorderedCopy(layers, _in_panels if has_kernel else _in_columns)
@@ -37,27 +38,6 @@ def lay_out_for_small_batches(model: Any) -> None:
                 vars(layer)["forward"] = partial(copy.product, number)
         else:
             layers[0].weight.data = _to_column_major(layers[0].weight)
-
-
-@torch.inference_mode()
-def _group_by_input(model: Any) -> list[list[Linear]]:
-    """Return a model's linear layers, grouping consecutive ones that get the same input tensor."""
-    groups: list[list[Linear]] = []
-    last: Tensor | None = None
-
-    def record(layer: Linear, inputs: tuple[Tensor, ...]) -> None:
-        nonlocal last
-        if last is not None and last is inputs[0] and (groups[-1][0].bias is None) == (layer.bias is None):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-        last = inputs[0]
-
-    hooks = [module.register_forward_pre_hook(record) for module in model.modules() if isinstance(module, Linear)]
-    model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return groups
 
 
 class _ReorderedCopy:
