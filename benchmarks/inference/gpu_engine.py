@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import random
 import statistics
 import time
 import traceback
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.inference.traffic_jobs import LENGTHS
 from benchmarks.models import qwen3_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,12 +33,11 @@ from headrace.inference.schema import SamplingParams
 DEVICE = torch.device("cuda")
 VOCAB = 151_936
 HEADS, KEY_HEADS, DIM, HIDDEN, INNER, LAYERS = 16, 8, 128, 1024, 3072, 28
-LAUNCHES = [
-    (64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 4, 1), (64, 8, 3), (64, 2, 3), (32, 4, 3), (32, 2, 4),
-    (64, 4, 5), (64, 4, 6), (32, 4, 5), (128, 4, 3), (128, 8, 4),
-    (128, 4, 2), (128, 8, 2), (128, 8, 3), (128, 4, 1), (16, 1, 4),
-]  # fmt: skip
+SHAPES = {"0.5b": (14, 2, 64), "0.6b": (HEADS, KEY_HEADS, DIM)}
+"""Query heads, key heads and dimensions of attention."""
+LAUNCHES = [(64, 4, 3), (64, 2, 3), (64, 4, 2), (64, 8, 3), (128, 4, 3), (32, 4, 4), (32, 2, 4)]
 """Keys of a tile, warps, stages."""
+PROGRAMS = (256, 512, 1024, 2048)
 WARM_UP, MEASURED = 8, 40
 """Decode steps before those that are measured, and these."""
 
@@ -85,67 +87,80 @@ def copy_ceiling() -> float:
 def kernels() -> None:
     ceiling = copy_ceiling()
     say(f"copy ceiling {ceiling / 1e12:.2f} TB/s")
-    for requests, length in ((256, 512), (1024, 512), (8, 32768)):
-        attention(requests, length, ceiling)
+    lengths = {f"{count} x {length}": np.full(count, length) for count, length in ((256, 540), (32, 2000), (8, 32768))}
+    for shape in SHAPES:
+        for name, each in {"256 of GSM8K": running_lengths(256), **lengths}.items():
+            attention(shape, name, each, ceiling)
     for rows in (256, 1024):
         sampling(rows)
 
 
-def attention(requests: int, length: int, ceiling: float) -> None:
-    from headrace.inference.embedded.cuda.attention_kernels import (
-        DEFAULT,
-        Launch,
-        PartialResults,
-        decode_attention,
-        store,
-    )
-    from headrace.inference.embedded.cuda.rows import split_into_items
+def running_lengths(count: int) -> np.ndarray:
+    """Tokens of requests that run at one moment of GSM8K's traffic: long ones are more likely to run."""
+    pairs = json.loads(LENGTHS.read_text())["gsm8k"]
+    rng = random.Random(0)
+    completions = rng.choices(pairs["completion_tokens"], pairs["completion_tokens"], k=count)
+    prompts = rng.choices(pairs["prompt_tokens"], k=count)
+    return np.array([p + rng.randint(1, c) for p, c in zip(prompts, completions, strict=True)])
 
+
+def attention(shape: str, name: str, lengths: np.ndarray, ceiling: float) -> None:
+    """The decode kernel with several launch parameters and numbers of programs beside one per request and head."""
+    from headrace.inference.embedded.cuda.attention_kernels import Launch, PartialResults, decode_attention, store
+    from headrace.inference.embedded.cuda.rows import EXTRA_PROGRAMS, split_into_items
+
+    heads, key_heads, dim = SHAPES[shape]
     torch.manual_seed(0)
-    blocks = requests * blocks_for(length) + 1
-    storage = torch.randn(2, blocks * BLOCK_SIZE, KEY_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
-    tables = (torch.randperm(blocks - 1, device=DEVICE).int() + 1).view(requests, -1)
-    queries = torch.randn(requests, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
-    lengths = np.full(requests, length)
-    first: Tensor | None = None
-    size = 2 * requests * length * KEY_HEADS * DIM * 2
+    counts = [blocks_for(int(length)) for length in lengths]
+    order = iter(torch.randperm(sum(counts)).int() + 1)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.stack([next(order) for _ in range(count)])
+    tables = tables.to(DEVICE)
+    slots = (sum(counts) + 1) * BLOCK_SIZE
+    storage = torch.randn(2, slots, key_heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    queries = torch.randn(len(lengths), heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    expected = _plain_attention(queries[0], storage, tables[0], int(lengths[0]))
+    size = 2 * int(lengths.sum()) * key_heads * dim * 2
 
     def measured(launch: Launch, programs: int) -> str:
-        nonlocal first
-        limit = requests + max(1, programs // KEY_HEADS)
-        cut, spans = split_into_items(lengths, limit)
-        padded = np.full((limit, 4), -1)
-        padded[: len(cut)] = cut
-        partial = PartialResults.allocate(limit, HEADS, DIM, DEVICE)
+        limit = len(lengths) + max(1, programs // key_heads)
+        items = split_into_items(lengths, limit)
+        padded = np.full((limit, items.shape[1]), -1)
+        padded[: len(items)] = items
+        partial = PartialResults.allocate(limit, heads, dim, DEVICE)
         output = torch.full_like(queries, torch.nan)
-        arrays = [torch.from_numpy(array).int().to(DEVICE) for array in (lengths, padded, spans)]
+        arrays = [torch.from_numpy(array).int().to(DEVICE) for array in (lengths, padded)]
 
         def call() -> None:
-            decode_attention(queries, *storage, tables, *arrays, partial, output, scaling=DIM**-0.5, launch=launch)
+            decode_attention(queries, *storage, tables, *arrays, partial, output, scaling=dim**-0.5, launch=launch)
 
         taken = milliseconds(call)
-        first = output.float().clone() if first is None else first
-        off = (output.float() - first).abs().max().item()
-        return f"{taken:7.3f} ms {size / taken / 1e9:6.2f} TB/s {size / taken * 1e3 / ceiling:5.0%}  off {off:.1e}"
+        off = (output[0] - expected).abs().max().item()
+        rate = size / taken * 1e3
+        return f"{1e3 * taken:6.1f} us {rate / 1e12:5.2f} TB/s {rate / ceiling:5.0%}  {len(items)} items, off {off:.1e}"
 
-    say(f"\nattention, {requests} x {length} tokens, {size / 1e9:.2f} GB")
-    for tile, warps, stages in LAUNCHES:
-        launch = Launch(tile, warps, stages)
-        attempt(f"  tile {tile} warps {warps} stages {stages}", lambda launch=launch: measured(launch, 2048))
-    for programs in (512, 1024, 4096, 8192):
-        attempt(f"  default, {programs} programs", lambda programs=programs: measured(DEFAULT, programs))
-    attempt("  plain float64 of the first request is off by", lambda: _off(first, queries, storage, tables, length))
-    keys, values = torch.randn(2, requests, KEY_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
-    slots = torch.arange(requests, device=DEVICE, dtype=torch.int32)
-    attempt("  store", lambda: f"{milliseconds(lambda: store(keys, values, *storage, slots)):7.4f} ms")
+    say(f"\nattention of {shape}, {name} tokens, {size / 1e9:.2f} GB")
+    for values in LAUNCHES:
+        launch = Launch(*values)
+        attempt(
+            f"  tile {launch.tile} warps {launch.warps} stages {launch.stages}",
+            lambda launch=launch: measured(launch, EXTRA_PROGRAMS),
+        )
+    default = Launch.for_keys_of(dim * 2)
+    for programs in PROGRAMS:
+        attempt(f"  default, {programs} programs", lambda programs=programs: measured(default, programs))
+    keys, values = torch.randn(2, len(lengths), key_heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    places = torch.arange(len(lengths), device=DEVICE, dtype=torch.int32)
+    attempt("  store", lambda: f"{1e3 * milliseconds(lambda: store(keys, values, *storage, places)):6.1f} us")
 
 
-def _off(found: Tensor | None, queries: Tensor, storage: Tensor, tables: Tensor, length: int) -> float:
-    assert found is not None
-    slots = (tables[0].long()[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()[:length]
-    key, value = storage[:, slots].double().repeat_interleave(HEADS // KEY_HEADS, 2)
-    weights = (torch.einsum("hd,thd->ht", queries[0].double(), key) * DIM**-0.5).softmax(-1)
-    return (torch.einsum("ht,thd->hd", weights, value) - found[0]).abs().max().item()
+def _plain_attention(query: Tensor, storage: Tensor, table: Tensor, length: int) -> Tensor:
+    """The attention of one request in float64."""
+    slots = (table.long()[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()[:length]
+    key, value = storage[:, slots].double().repeat_interleave(len(query) // storage.shape[2], 2)
+    weights = (torch.einsum("hd,thd->ht", query.double(), key) * query.shape[-1] ** -0.5).softmax(-1)
+    return torch.einsum("ht,thd->hd", weights, value)
 
 
 def sampling(rows: int) -> None:

@@ -46,19 +46,24 @@ def sent(rows: StepRows, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 9000, 33], list(range(1, 400, 7))])
+@pytest.mark.parametrize(
+    "lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 0, 9000, 33, 0], list(range(1, 400, 7))]
+)
 @pytest.mark.parametrize("spare", [1, 7, 256])
 def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> None:
     limit = len(lengths) + spare
-    items, spans = split_into_items(np.array(lengths), limit)
+    items = split_into_items(np.array(lengths), limit)
     assert len(items) <= limit
+    next_item = 0
     for row, length in enumerate(lengths):
-        first, count = spans[row]
+        first, count = items[next_item, 3:]
+        assert first == next_item
         own = items[first : first + count]
-        assert (own[:, 0] == row).all() and (own[:, 3] == (count == 1)).all()
-        assert [own[0, 1], *own[:-1, 2]] == own[:, 1].tolist()
-        assert own[-1, 2] == length and (own[:, 1] < own[:, 2]).all()
-    assert spans[:, 1].sum() == len(items)
+        assert (own[:, 0] == row).all() and (own[:, 3:] == (first, count)).all()
+        assert [0, *own[:-1, 2]] == own[:, 1].tolist()
+        assert own[-1, 2] == length and ((own[:, 1] < own[:, 2]) | (length == 0)).all()
+        next_item += count
+    assert next_item == len(items)
     if sum(lengths) <= MIN_ITEM_KEYS * spare:
         assert (items[:, 2] - items[:, 1]).max() <= MIN_ITEM_KEYS
 
@@ -86,7 +91,7 @@ def test_a_prefill_has_its_last_token_in_its_row_and_the_others_after_the_rows()
     assert sent(rows, "positions")[:7] == [2, 21, 16, 17, 18, 19, 20]
     begin = 2 * BLOCK_SIZE
     assert sent(rows, "slots")[:8] == [4 * BLOCK_SIZE + 2, begin + 5, *range(begin, begin + 5), UNUSED]
-    assert sent(rows, "spans")[:2] == [[0, 1], [1, 0]]  # the paged kernel has no work for the prefill
+    assert sent(rows, "items")[:2] == [[0, 0, 3, 0, 1], [1, 0, 0, 1, 1]]  # the decode kernel has no keys of the prefill
     assert sent(rows, "tiles")[:3] == [[1, 0, 6, 16, 2], [1, 4, 6, 16, 2], [UNUSED] * 5]
 
 
@@ -96,7 +101,7 @@ def test_a_single_token_that_shares_its_block_is_computed_like_a_decode_and_not_
     rows.send()
     assert sent(rows, "ids")[0] == 3 and sent(rows, "positions")[0] == 15
     assert sent(rows, "slots") == [UNUSED, UNUSED]
-    assert sent(rows, "items")[0] == [0, 0, 16, 1]
+    assert sent(rows, "items")[0] == [0, 0, 16, 0, 1]
     assert sent(rows, "tiles")[0] == [UNUSED] * 5
 
 
@@ -123,8 +128,8 @@ def test_rows_have_the_slot_of_each_last_token_and_the_rest_are_unused() -> None
     assert sent(rows, "temperatures") == [0.5, 1.0, 1.0, 1.0]
     assert rows.tables[:2].tolist() == [[5, 2, 0], [4, 0, 0]]
     items = sent(rows, "items")
-    assert items[:2] == [[0, 0, 17, 1], [1, 0, 3, 1]]
-    assert {item[0] for item in items[2:]} == {UNUSED}
+    assert items[:4] == [[0, 0, 17, 0, 1], [1, 0, 3, 1, 1], [2, 0, 0, 2, 1], [3, 0, 0, 3, 1]]
+    assert {item[0] for item in items[4:]} == {UNUSED}
 
 
 def test_the_last_row_takes_the_place_of_a_request_that_leaves() -> None:

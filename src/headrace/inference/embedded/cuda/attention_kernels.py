@@ -1,10 +1,11 @@
 """Triton kernels for the paged KV cache: storing of new keys and values, decode and prefill attention.
 
 The query heads that share a key head are the rows of one small matrix product, so that every key is read once. Decode
-is split into items, ranges of one request's keys (see `rows`); a second kernel combines the items of a request (as
-flash-decoding does). Prefill is split into tiles of consecutive tokens. All sizes that vary are read on the device, so
-that a CUDA graph can be replayed with other requests. Storage is [slot, head, dimension]: a head's row of a slot is 256
-bytes in the usual models, which suits the memory controller, and a slot is written as a whole.
+is split into items, ranges of one request's keys (see `rows`), as in flash-decoding; the program that computes the last
+item of a request combines them, since a second kernel would cost a launch in every layer. Prefill is split into tiles
+of consecutive tokens. All sizes that vary are read on the device, so that a CUDA graph can be replayed with other
+requests. Storage is [slot, head, dimension]: a head's row of a slot is 256 bytes in the usual models, which suits the
+memory controller, and a slot is written as a whole.
 
 Softmax is computed in powers of two, as the hardware does.
 """
@@ -37,8 +38,14 @@ class Launch(NamedTuple):
     warps: int = 4
     stages: int = 3
 
+    @classmethod
+    def for_keys_of(cls, size: int) -> Launch:
+        """Return the fastest ones for keys of so many bytes, by `benchmarks.inference.gpu_engine kernels`."""
+        return cls(warps=2 if size <= MAX_NARROW_KEY_BYTES else 4)
 
-DEFAULT = Launch()
+
+MAX_NARROW_KEY_BYTES = 128
+"""A tile of such keys is too little work for four warps."""
 PREFILL_ROWS = 64
 """Rows of the matrix product of a prefill tile: its tokens, times the query heads of a key head."""
 
@@ -88,17 +95,19 @@ def _store(
 
 
 class PartialResults(NamedTuple):
-    """Results of items that are combined afterwards, float32."""
+    """Results of items that are combined, float32."""
 
     sums: Tensor
     """[item, query head, dimension]."""
     stats: Tensor
     """[item, query head, 2]: the largest score, in powers of two, and the sum of weights."""
+    finished: Tensor
+    """[item, query head]: by a request's first item and a key head, how many items are computed; 0 between steps."""
 
     @classmethod
     def allocate(cls, items: int, heads: int, dim: int, device: torch.device) -> PartialResults:
-        sums = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
-        return cls(sums, torch.empty(items, heads, 2, dtype=torch.float32, device=device))
+        sums, stats = (torch.empty(items, heads, each, dtype=torch.float32, device=device) for each in (dim, 2))
+        return cls(sums, stats, torch.zeros(items, heads, dtype=torch.int32, device=device))
 
 
 def decode_attention(
@@ -108,29 +117,22 @@ def decode_attention(
     tables: Tensor,
     lengths: Tensor,
     items: Tensor,
-    spans: Tensor,
     partial: PartialResults,
     output: Tensor,
     *,
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
-    launch: Launch = DEFAULT,
+    launch: Launch | None = None,
 ) -> None:
     """Write the attention of each request's last token to `output`, [request, query head, dimension].
 
-    `items` are [item, 4]: request, first key, the key after the last, and whether it is the request's only item.
-    `spans` are [request, 2]: its first item and how many it has. `window` and `softcap` are off at 0.
+    `items` are [item, 5]: request, first key, the key after the last, the request's first item, and how many it has.
+    Items with a negative request are skipped. `window` and `softcap` are off at 0.
     """
-    rows, heads, dim = queries.shape
+    heads, dim = queries.shape[1:]
     shared_by = heads // key_cache.shape[1]
-    sizes = {
-        "HEADS": key_cache.shape[1],
-        "GROUP": shared_by,
-        "DIM": dim,
-        "GROUP_PADDED": max(MIN_MATRIX_SIZE, triton.next_power_of_2(shared_by)),
-        "DIM_PADDED": max(MIN_MATRIX_SIZE, triton.next_power_of_2(dim)),
-    }
+    launch = launch or Launch.for_keys_of(dim * key_cache.itemsize)
     _attend[(key_cache.shape[1], len(items))](
         queries,
         key_cache,
@@ -138,15 +140,18 @@ def decode_attention(
         tables,
         lengths,
         items,
-        partial.sums,
-        partial.stats,
+        *partial,
         output,
         scaling if softcap else scaling * LOG2E,
         softcap,
         queries.stride(0),
         queries.stride(1),
         tables.stride(0),
-        **sizes,
+        HEADS=key_cache.shape[1],
+        GROUP=shared_by,
+        DIM=dim,
+        GROUP_PADDED=max(MIN_MATRIX_SIZE, triton.next_power_of_2(shared_by)),
+        DIM_PADDED=max(MIN_MATRIX_SIZE, triton.next_power_of_2(dim)),
         TILE=launch.tile,
         BLOCK_SIZE=BLOCK_SIZE,
         WINDOW=window,
@@ -154,7 +159,6 @@ def decode_attention(
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    _combine[(key_cache.shape[1], rows)](partial.sums, partial.stats, spans, output, **sizes, num_warps=2)
 
 
 @triton.jit
@@ -167,6 +171,7 @@ def _attend(
     items,
     sums,
     stats,
+    finished,
     output,
     scaling,
     softcap,
@@ -185,11 +190,12 @@ def _attend(
 ):
     head = tl.program_id(0)
     item = tl.program_id(1)
-    row = tl.load(items + item * 4)
+    row = tl.load(items + item * 5)
     if row >= 0:
-        start = tl.load(items + item * 4 + 1)
-        end = tl.load(items + item * 4 + 2)
-        is_alone = tl.load(items + item * 4 + 3)
+        start = tl.load(items + item * 5 + 1)
+        end = tl.load(items + item * 5 + 2)
+        first = tl.load(items + item * 5 + 3)
+        count = tl.load(items + item * 5 + 4)
         if WINDOW > 0:
             start = tl.maximum(start, tl.load(lengths + row) - WINDOW)
         group = tl.arange(0, GROUP_PADDED)
@@ -224,15 +230,58 @@ def _attend(
             value = tl.load(value_cache + place, mask=readable, other=0.0)
             mixed = mixed * fading[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             best = higher
-        if is_alone > 0:
-            attended = mixed / total[:, None]
-            place = (row.to(tl.int64) * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
+        place = (row.to(tl.int64) * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
+        if count == 1:
+            attended = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # of a row without keys: 0
             tl.store(output + place, attended.to(output.dtype.element_ty), mask=own)
         else:
             part = item * (HEADS * GROUP) + query_heads
             tl.store(sums + part[:, None] * DIM + dim[None, :], mixed, mask=own)
             tl.store(stats + part * 2, best, mask=group < GROUP)
             tl.store(stats + part * 2 + 1, total, mask=group < GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them counts the item
+            counter = finished + first * (HEADS * GROUP) + head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                tl.store(counter, 0)
+                combined = _combine(
+                    *(sums, stats, first, count, query_heads, group < GROUP, own),
+                    *(HEADS * GROUP, DIM, GROUP_PADDED, DIM_PADDED),
+                )
+                tl.store(output + place, combined.to(output.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def _combine(
+    sums,
+    stats,
+    first,
+    count,
+    query_heads,
+    is_query,
+    own,
+    ALL_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """Return the attention of a request with several items."""
+    dim = tl.arange(0, DIM_PADDED)
+    best = tl.full([GROUP_PADDED], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP_PADDED], dtype=tl.float32)
+    mixed = tl.zeros([GROUP_PADDED, DIM_PADDED], dtype=tl.float32)
+    for item in range(first, first + count):
+        part = item * ALL_HEADS + query_heads
+        top = tl.load(stats + part * 2, mask=is_query, other=float("-inf"))
+        weight = tl.load(stats + part * 2 + 1, mask=is_query, other=0.0)
+        own_sums = tl.load(sums + part[:, None] * DIM + dim[None, :], mask=own, other=0.0)
+        higher = tl.maximum(best, top)
+        # Both may be minus infinity for keys before a sliding window, which add nothing.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fading, share = tl.exp2(best - base), tl.exp2(top - base)
+        total = total * fading + weight * share
+        mixed = mixed * fading[:, None] + own_sums * share[:, None]
+        best = higher
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 def prefill_attention(
@@ -361,47 +410,4 @@ def _attend_tile(
             best = higher
         attended = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         place = (row * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
-        tl.store(output + place, attended.to(output.dtype.element_ty), mask=own)
-
-
-@triton.jit
-def _combine(
-    sums,
-    stats,
-    spans,
-    output,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-):
-    """Combine the items of each request with several; rows without items get zeros."""
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    count = tl.load(spans + row * 2 + 1)
-    if count != 1:
-        first = tl.load(spans + row * 2)
-        group = tl.arange(0, GROUP_PADDED)
-        dim = tl.arange(0, DIM_PADDED)
-        is_query = group < GROUP
-        own = is_query[:, None] & (dim[None, :] < DIM)
-        query_heads = head * GROUP + group
-        best = tl.full([GROUP_PADDED], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([GROUP_PADDED], dtype=tl.float32)
-        mixed = tl.zeros([GROUP_PADDED, DIM_PADDED], dtype=tl.float32)
-        for item in range(first, first + count):
-            part = item * (HEADS * GROUP) + query_heads
-            top = tl.load(stats + part * 2, mask=is_query, other=float("-inf"))
-            weight = tl.load(stats + part * 2 + 1, mask=is_query, other=0.0)
-            own_sums = tl.load(sums + part[:, None] * DIM + dim[None, :], mask=own, other=0.0)
-            higher = tl.maximum(best, top)
-            # Both may be minus infinity for keys before a sliding window, which add nothing.
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            fading, share = tl.exp2(best - base), tl.exp2(top - base)
-            total = total * fading + weight * share
-            mixed = mixed * fading[:, None] + own_sums * share[:, None]
-            best = higher
-        attended = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = (row.to(tl.int64) * (HEADS * GROUP) + query_heads)[:, None] * DIM + dim[None, :]
         tl.store(output + place, attended.to(output.dtype.element_ty), mask=own)

@@ -82,13 +82,17 @@ class StepGraphs(Generic[K, T]):
         self._captured: dict[K, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def capture(self, shapes: Iterable[K]) -> None:
-        """Capture these shapes, the largest first: small graphs reuse the memory of large ones."""
+    def capture(self, shapes: Iterable[K], prepare: Callable[[K], None] = lambda shape: None) -> None:
+        """Capture these shapes, the largest first: small graphs reuse the memory of large ones.
+
+        Each is also computed once, after `prepare` has set its inputs.
+        """
         shapes = list(shapes)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with gc_disabled(), torch.cuda.stream(stream):
             for shape in shapes:
+                prepare(shape)
                 self._compute(shape)  # initializes libraries and compiles kernels
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

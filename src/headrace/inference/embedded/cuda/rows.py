@@ -31,8 +31,9 @@ MIN_ITEM_KEYS = 128
 """Keys of an item that is not a request's last: combining shorter ones costs more than it gains."""
 ITEM_ALIGNMENT = 64
 """Item lengths are multiples of this."""
-EXTRA_PROGRAMS = 2048
-"""Programs of the attention kernel beyond one per request and head: enough for 100 and more multiprocessors."""
+EXTRA_PROGRAMS = 512
+"""Programs of the attention kernel beyond one per request and head: about four for each multiprocessor. With 2,048,
+eight requests of 32,768 tokens took twice as long on an H200 (two key heads)."""
 NOT_WRITTEN = (-1, 0)
 MAX_PREFILLS = 256
 """Prefills of a step with other tokens."""
@@ -48,24 +49,22 @@ class PrefillRow(NamedTuple):
     """Whether its keys and values are stored; False if the request shares blocks that have them."""
 
 
-def split_into_items(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split requests with these numbers of keys into at most `limit` items; a request without keys has no item.
+def split_into_items(lengths: np.ndarray, limit: int) -> np.ndarray:
+    """Split requests with these numbers of keys into at most `limit` items, of which each has one or more.
 
-    Returns [item, 4]: request, first key, the key after the last, whether it is the request's only item; and
-    [request, 2]: its first item and how many it has.
+    Returns [item, 5]: request, first key, the key after the last, the request's first item, and how many it has.
     """
     requests = len(lengths)
     spare = limit - requests
     longest = max(MIN_ITEM_KEYS, -(-int(lengths.sum()) // spare))
     longest = -(-longest // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
-    counts = -(-lengths // longest)
+    counts = np.maximum(1, -(-lengths // longest))
     firsts = np.cumsum(counts) - counts
-    even = -(-lengths // (np.maximum(counts, 1) * ITEM_ALIGNMENT)) * ITEM_ALIGNMENT  # of all items but the last
+    even = -(-lengths // (counts * ITEM_ALIGNMENT)) * ITEM_ALIGNMENT  # of all items but the last
     owners = np.repeat(np.arange(requests), counts)
     begins = (np.arange(len(owners)) - firsts[owners]) * even[owners]
     ends = np.minimum(begins + even[owners], lengths[owners])
-    items = np.stack([owners, begins, ends, counts[owners] == 1], 1)
-    return items, np.stack([firsts, counts], 1)
+    return np.stack([owners, begins, ends, firsts[owners], counts[owners]], 1)
 
 
 class StepInputs:
@@ -90,14 +89,13 @@ class StepInputs:
         self.temperatures = take(torch.float32, rows)
         self.is_masked = take(torch.int32, rows)
         self.lengths = take(torch.int32, rows)
-        self.spans = take(torch.int32, rows, 2)
-        self.items = take(torch.int32, items, 4)
+        self.items = take(torch.int32, items, 5)
         self.tiles = take(torch.int32, tiles, 5)
 
     @staticmethod
     def size(rows: int, tokens: int, items: int, tiles: int) -> int:
         """Return the bytes of the buffer, with alignment."""
-        return tokens * (2 * 8 + 4) + rows * (2 * 8 + 5 * 4) + items * 16 + tiles * 20 + 11 * 16
+        return tokens * (2 * 8 + 4) + rows * (2 * 8 + 3 * 4) + (items + tiles) * 20 + 10 * 16
 
 
 class StepRows:
@@ -235,7 +233,8 @@ class StepRows:
                 uniforms[row] = request.uniform()
                 for ahead, draft_row in enumerate(self.draft_rows.get(request, ()), 1):
                     uniforms[draft_row] = request.uniform(ahead)
-        keys = ends.copy()  # of decode tokens
+        keys = np.zeros(rows, dtype=np.int64)  # of decode tokens
+        keys[:count] = ends
         unstored: list[int] = []
         used = count
         tiles: list[tuple[int, int, int, int, int]] = []
@@ -257,12 +256,11 @@ class StepRows:
         blocks = self._table_array[np.arange(count), positions // BLOCK_SIZE]
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         slots[unstored] = UNUSED
-        items, spans = split_into_items(keys, self.max_items(rows))
+        items = split_into_items(keys, self.max_items(rows))
         for name, values, default in (
             ("sources", sources, UNUSED),
             ("uniforms", uniforms, 0.0),
             ("lengths", ends, 0),
-            ("spans", spans, 0),
         ):
             arrays[name][:count] = values
             arrays[name][count:rows] = default

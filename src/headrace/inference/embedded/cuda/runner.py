@@ -286,8 +286,7 @@ class CudaRunner:
         # About the usual size, since kernels are tuned for it, but not a size of the model, which the compiler would
         # take for the same dimension.
         shape = StepShape(max(self._sizes[0], self._largest - 1), has_prefill=False)
-        self._rows.arrange([], [], shape.tokens)
-        self._rows.send()
+        self._send_no_requests(shape)
         obstacle = None
         if self._layers is not None:
             start = time.monotonic()
@@ -310,13 +309,15 @@ class CudaRunner:
             shapes = [StepShape(size, has_prefill=False) for size in self._sizes]
             shapes += [StepShape(size, has_prefill=True) for size in self._mixed_sizes]
             shapes.sort(reverse=True)
-            self._rows.arrange([], [], shapes[0].tokens)
-            self._rows.send()
-            self._graphs.capture(shapes)
+            self._graphs.capture(shapes, self._send_no_requests)
             logits_of = self._graphs.result
             self._masked_graphs = StepGraphs(lambda shape: self._sample_masked(logits_of(shape)))
             self._masked_graphs.capture(shapes)
             log.info("steps of %d shapes captured in %.1f s", len(shapes), time.monotonic() - start)
+
+    def _send_no_requests(self, shape: StepShape) -> None:
+        self._rows.arrange([], [], shape.tokens)
+        self._rows.send()
 
     def _check_capturable(self, shape: StepShape) -> None:
         """Disable graphs if a step synchronizes with the GPU: a failed capture cannot be undone."""

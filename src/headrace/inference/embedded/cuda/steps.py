@@ -50,7 +50,7 @@ class GraphedStep:
         self.sources = inputs.sources[:count]
         self.temperatures, self.uniforms = inputs.temperatures[:count], inputs.uniforms[:count]
         self._tables, self._lengths = rows.tables[:count], inputs.lengths[:count]
-        self._items, self._spans = inputs.items[: rows.max_items(count)], inputs.spans[:count]
+        self._items = inputs.items[: rows.max_items(count)]
         self._tiles = inputs.tiles[: rows.max_tiles(tokens)] if shape.has_prefill else None
         self._partial = partial
 
@@ -59,9 +59,9 @@ class GraphedStep:
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         settings: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
-        inputs, count = (self._tables, self._lengths, self._items, self._spans), self.num_rows
+        inputs, count = (self._tables, self._lengths, self._items), self.num_rows
         decode_attention(query[:count], *cache, *inputs, self._partial, output[:count], **settings)
-        if self._tiles is not None:  # after the other kernel, which clears the rows that have no decode token
+        if self._tiles is not None:  # after the other kernel, which writes zeros to rows without keys
             prefill_attention(query, *cache, self._tables, self._tiles, output, **settings)
         return output
 
