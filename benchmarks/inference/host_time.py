@@ -9,8 +9,9 @@ the GPU is idle. It is divided into the time to read the output, to append its t
 step, to find drafts, and to stage the inputs. Drafts are used up to 32 running requests.
 
 The rule: a token is followed by the next of 150, or with the probability `--noise` by any of them. Requests with equal
-prompts have finished before. Launching a CUDA graph and waiting for a GPU, some .1 ms, are not measured. Times are CPU
-time of the engine's thread, so that other programs disturb them little.
+prompts have finished before. The second table is of the conversations with tools of `benchmarks.inference.traffic`:
+short turns, each of which prefills, and growing prefixes. Launching a CUDA graph and waiting for a GPU, some .1 ms, are
+not measured. Times are CPU time of the engine's thread, so that other programs disturb them little.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from benchmarks.inference.traffic_jobs import TRAFFIC, Conversation
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from headrace.inference.embedded.cuda.launched_step import CudaStep
 from headrace.inference.embedded.cuda.rows import StepRows
-from headrace.inference.embedded.cuda.runner import CudaRunner
+from headrace.inference.embedded.cuda.runner import GRAPHED_PREFILL_TOKENS, CudaRunner
 from headrace.inference.embedded.cuda.steps import StepShape
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.scheduler import Scheduler
 from headrace.inference.schema import SamplingParams
 
@@ -47,11 +50,14 @@ SIZES = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 16,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 4096,
 }
 FIRST, TOKENS = 5, 150
 PROMPT, COMPLETION, SIBLINGS = 100, 400, 3
 WARM_UP_STEPS, ROUNDS = 60, 3
+TOOLS_WARM_UP_STEPS, TOOLS_STEPS = 300, 1000
+IN_FLIGHT = 1.5
+"""Conversations for each request that runs."""
 STAGES = ("read", "append", "plan", "find drafts", "stage")
 
 
@@ -139,17 +145,55 @@ def run(engine: Engine, clock: Clock, running: int) -> tuple[float, float]:
     return statistics.median(times), sampled / steps / running
 
 
-def rows(args: argparse.Namespace, clock: Clock) -> Iterator[tuple[str, ...]]:
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES)).eval()
+def converse(engine: Engine, turns: Conversation) -> Generator[Request]:
+    """Submit the turns of a conversation one after the other, each when the request of the one before is done."""
+    tokens: list[int] = []
+    for turn in turns:
+        request = engine.submit(tokens + turn.tokens, SamplingParams(max_tokens=turn.completion, ignore_eos=True))
+        yield request
+        tokens = request.tokens
+
+
+def run_tools(engine: Engine, running: int) -> tuple[float, ...]:
+    """Return, for the mean step of traffic with tools, its requests, prefilled and cached tokens, and seconds."""
+    traffic = TRAFFIC["tools"].conversations(SIZES["vocab_size"])
+    conversations = [converse(engine, next(traffic)) for _ in range(int(IN_FLIGHT * running))]
+    current = [next(conversation) for conversation in conversations]
+    counts: list[int] = []
+    seconds = 0.0
+    for step in range(TOOLS_WARM_UP_STEPS + TOOLS_STEPS):
+        if step == TOOLS_WARM_UP_STEPS:
+            engine.reset_counters()
+            seconds = 0.0
+        start = time.thread_time()
+        engine.step()
+        seconds += time.thread_time() - start
+        counts.append(len(engine.scheduler.running))
+        for index, request in enumerate(current):
+            if request.is_done:
+                following = next(conversations[index], None)
+                if following is None:
+                    conversations[index] = converse(engine, next(traffic))
+                    following = next(conversations[index])
+                current[index] = following
+    totals = engine.scheduler.tokens_computed, engine.scheduler.tokens_cached, seconds
+    return statistics.mean(counts[TOOLS_WARM_UP_STEPS:]), *(total / TOOLS_STEPS for total in totals)
+
+
+def make_engine(model: Any, running: int, drafts: int, noise: float) -> Engine:
+    sizes = {"max_running": max(256, running), "max_model_len": SIZES["max_position_embeddings"]}
+    engine = Engine(model, **sizes, max_step_tokens=GRAPHED_PREFILL_TOKENS, speculative_tokens=drafts)
+    blocks = engine.scheduler.blocks.num_usable + 1
+    engine.runner = RuleRunner(model, blocks, engine.adapters, **sizes, noise=noise)
+    gc.collect()
+    gc.freeze()
+    return engine
+
+
+def rows(args: argparse.Namespace, model: Any, clock: Clock) -> Iterator[tuple[str, ...]]:
     for running in args.running:
         for drafts in args.drafts:
-            sizes = {"max_running": max(256, running), "max_model_len": 1024}
-            engine = Engine(model, **sizes, speculative_tokens=drafts)
-            blocks = engine.scheduler.blocks.num_usable + 1
-            engine.runner = RuleRunner(model, blocks, engine.adapters, **sizes, noise=args.noise)
-            gc.collect()
-            gc.freeze()
-            seconds, tokens = run(engine, clock, running)
+            seconds, tokens = run(make_engine(model, running, drafts, args.noise), clock, running)
             parts = [clock.parts[name] for name in ("gap", *STAGES)]
             medians = [f"{1e3 * statistics.median(part):.3f}" if part else "" for part in parts]
             yield str(running), str(drafts), f"{tokens:.2f}", f"{1e3 * seconds:.3f}", *medians
@@ -169,12 +213,18 @@ def main() -> None:
     clock.mark(Scheduler, "schedule", after="planned")
     clock.mark(Engine, "_add_drafts", after="found")
     clock.mark(StepRows, "send", before="launched")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES)).eval()
     table = Table(title="Host time of a step, ms")
     for column in ("running", "drafts", "tokens/step", "ms/step", "gap", *STAGES):
         table.add_column(column, justify="right")
-    for row in rows(args, clock):
+    for row in rows(args, model, clock):
         table.add_row(*row)
-    Console(width=110).print(table)
+    tools = Table("running", "prefilled tokens", "tokens of the prefix cache", "ms/step", title="A step of tools")
+    for running in args.running:
+        mean, prefilled, cached, seconds = run_tools(make_engine(model, running, 0, args.noise), running)
+        tools.add_row(f"{mean:.0f}", f"{prefilled:.0f}", f"{cached:.0f}", f"{1e3 * seconds:.3f}")
+    for each in (table, tools):
+        Console(width=110).print(each)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from headrace.inference.embedded.block_manager import (
     PADDING_BLOCK,
     BlockManager,
     block_hash,
+    block_hashes,
     blocks_for,
 )
 
@@ -54,8 +55,8 @@ def test_unregistered_blocks_are_allocated_first_and_then_the_least_recently_use
 def test_the_end_of_a_sequence_is_reused_before_its_beginning() -> None:
     manager = BlockManager(4)
     manager.release(filled(manager, A, B, C))
-    assert [manager.allocate(), manager.find(A), manager.find(B), manager.find(C)] == [3, 1, 2, None]
-    assert [manager.allocate(), manager.find(A), manager.find(B)] == [2, 1, None]
+    assert [manager.allocate(), manager.find([A, B, C])] == [3, [1, 2]]
+    assert [manager.allocate(), manager.find([A, B])] == [2, [1]]
 
 
 def test_a_shared_block_is_free_after_its_last_release() -> None:
@@ -72,7 +73,7 @@ def test_a_free_block_that_is_found_and_shared_is_no_longer_free() -> None:
     manager = BlockManager(3)
     [block] = filled(manager, A)
     manager.release([block])
-    assert manager.find(A) == block
+    assert manager.find([A]) == [block]
     manager.share(block)
     assert (manager.num_free, (manager.references[block] > 0)) == (1, True)
     assert manager.allocate() != block
@@ -91,7 +92,7 @@ def test_sharing_a_block_makes_it_recently_used() -> None:
 def test_the_first_of_two_blocks_with_equal_content_is_found() -> None:
     manager = BlockManager(4)
     first, second = filled(manager, A, A)
-    assert manager.find(A) == first
+    assert manager.find([A]) == [first]
     manager.release([second])
     assert manager.allocate() == second  # it is not registered
 
@@ -100,7 +101,7 @@ def test_a_block_keeps_its_first_hash() -> None:
     manager = BlockManager(3)
     [block] = filled(manager, A)
     manager.register(block, B)
-    assert (manager.find(A), manager.find(B)) == (block, None)
+    assert (manager.find([A]), manager.find([B])) == ([block], [])
 
 
 def test_evicted_blocks_are_not_found_and_reused_first() -> None:
@@ -108,7 +109,7 @@ def test_evicted_blocks_are_not_found_and_reused_first() -> None:
     first, *others = filled(manager, A, B, C)
     manager.release(others)
     manager.release([first], evict=True)
-    assert (manager.find(A), manager.find(B), manager.find(C)) == (None, 2, 3)
+    assert (manager.find([A, B, C]), manager.find([B, C])) == ([], [2, 3])
     assert manager.allocate() == 1
 
 
@@ -117,7 +118,7 @@ def test_a_block_that_others_refer_to_is_not_evicted() -> None:
     [block] = filled(manager, A)
     manager.share(block)
     assert manager.release([block], evict=True) == []
-    assert manager.find(A) == block
+    assert manager.find([A]) == [block]
 
 
 def test_evicting_all_keeps_references() -> None:
@@ -125,7 +126,7 @@ def test_evicting_all_keeps_references() -> None:
     kept, left = filled(manager, A, B)
     manager.release([left])
     manager.evict_all()
-    assert [manager.find(A), manager.find(B), (manager.references[kept] > 0), manager.num_free] == [None, None, True, 2]
+    assert [manager.find([A]), manager.find([B]), manager.references[kept], manager.num_free] == [[], [], 1, 2]
 
 
 def test_hashes_depend_on_tokens_all_tokens_before_and_the_root() -> None:
@@ -134,6 +135,15 @@ def test_hashes_depend_on_tokens_all_tokens_before_and_the_root() -> None:
     hashes += [block_hash(roots[0], [1, 3]), block_hash(hashes[0], [1, 2]), block_hash(roots[0], [1]), *roots]
     assert len(set(hashes)) == len(hashes)
     assert block_hash(roots[0], [1, 2]) == hashes[0]
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 50])
+def test_full_blocks_have_the_hashes_that_follow_from_each_other(length: int) -> None:
+    tokens = list(range(100_000, 100_000 + length))
+    expected, previous = [], A
+    for start in range(0, length - BLOCK_SIZE + 1, BLOCK_SIZE):
+        expected.append(previous := block_hash(previous, tokens[start : start + BLOCK_SIZE]))
+    assert list(block_hashes(A, tokens)) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -162,7 +172,7 @@ def test_random_traffic_matches_a_model_of_lists(seed: int) -> None:
                 hashes.setdefault(block, hash)
         elif action == "share" and hashes:
             block, hash = rng.choice([*hashes.items()])
-            assert manager.find(hash) == block
+            assert manager.find([hash]) == [block]
             manager.share(block)
             order = [other for other in order if other != block]
             references[block] += 1
@@ -181,7 +191,7 @@ def test_random_traffic_matches_a_model_of_lists(seed: int) -> None:
         elif action == "all" and rng.random() < 0.1:
             manager.evict_all()
             hashes.clear()
-        found = {block: hash for hash in choices if (block := manager.find(hash)) is not None}
+        found = {block: hash for hash in choices for block in manager.find([hash])}
         assert found == hashes
         assert manager.num_free == len(order) == sum(not count for count in references.values())
         assert [(manager.references[block] > 0) for block in references] == [count > 0 for count in references.values()]

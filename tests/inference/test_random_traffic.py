@@ -78,14 +78,15 @@ def make_engine(model: Any, *, max_running: int, **settings: Any) -> tuple[Engin
 def block_tokens(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, list[int]]:
     """The tokens of each block, by its hash."""
     tokens: dict[bytes, list[int]] = {}
-    block_hash = Request.block_hash
+    block_hashes = Request.block_hashes
 
-    def noted(request: Request, index: int) -> bytes:
-        found = block_hash(request, index)
-        tokens.setdefault(found, request.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
-        return found
+    def noted(request: Request, count: int) -> list[bytes]:
+        hashes = block_hashes(request, count)
+        for start, found in zip(range(0, count * BLOCK_SIZE, BLOCK_SIZE), hashes, strict=True):
+            tokens.setdefault(found, request.tokens[start : start + BLOCK_SIZE])
+        return hashes
 
-    monkeypatch.setattr(Request, "block_hash", noted)
+    monkeypatch.setattr(Request, "block_hashes", noted)
     monkeypatch.setattr(drafts, "PAUSE_STEPS", 0)
     return tokens
 

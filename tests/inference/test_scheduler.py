@@ -601,7 +601,7 @@ def test_a_step_is_planned_before_the_tokens_of_the_last_one_are_known():
     assert not first.append(51, -1.0)
     desk.scheduler.register_block(first, 1)
     assert first.tokens[30:] == [50, 51, PENDING]
-    assert desk.blocks.find(first.block_hash(1)) == first.blocks[1]
+    assert desk.blocks.find(first.block_hashes(2)) == first.blocks[:2]
 
 
 def test_no_step_is_planned_ahead_where_a_request_might_be_preempted():

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 BLOCK_SIZE = 16
 """Tokens per block."""
 PADDING_BLOCK = 0
 """Never allocated: block tables are padded with it, and its content must be finite."""
+TOKEN_TYPE = "i"
+BLOCK_BYTES = BLOCK_SIZE * array(TOKEN_TYPE).itemsize
+HASH_BYTES = 16
 
 
 def block_hash(previous: bytes, tokens: Sequence[int], latents: bytes = b"") -> bytes:
@@ -23,7 +26,15 @@ def block_hash(previous: bytes, tokens: Sequence[int], latents: bytes = b"") -> 
 
     For the first block, `previous` is what sequences must have in common to share blocks.
     """
-    return blake2b(previous + array("q", tokens).tobytes() + latents, digest_size=16).digest()
+    return blake2b(previous + array(TOKEN_TYPE, tokens).tobytes() + latents, digest_size=HASH_BYTES).digest()
+
+
+def block_hashes(previous: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+    """Yield the hashes of the full blocks of these tokens without latents, after the block whose hash is `previous`."""
+    remaining = array(TOKEN_TYPE, tokens).tobytes()
+    for end in range(BLOCK_BYTES, len(remaining) + 1, BLOCK_BYTES):
+        previous = blake2b(previous + remaining[end - BLOCK_BYTES : end], digest_size=HASH_BYTES).digest()
+        yield previous
 
 
 def blocks_for(tokens: int) -> int:
@@ -54,9 +65,14 @@ class BlockManager:
         self.references[block] = 1
         return block
 
-    def find(self, hash: bytes) -> int | None:
-        """Return the registered block with this hash."""
-        return self._by_hash.get(hash)
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the registered blocks with these hashes, up to the first hash that none has."""
+        blocks = []
+        for hash in hashes:
+            if (block := self._by_hash.get(hash)) is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def share(self, block: int) -> None:
         """Add a reference to a block that was found."""

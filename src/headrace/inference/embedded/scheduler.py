@@ -117,7 +117,7 @@ class Scheduler:
         """Register a block if all its tokens are computed: one whose last token was not known when the step that
         computes it was planned."""
         if self._prefix_cache and request.computed >= (index + 1) * BLOCK_SIZE:
-            self.blocks.register(request.blocks[index], request.block_hash(index))
+            self.blocks.register(request.blocks[index], request.block_hashes(index + 1)[-1])
 
     def reserve_draft(self, request: Request, count: int) -> int:
         """Allocate the blocks of a draft of `count` tokens, and return how many of them have one: drafts do not preempt
@@ -279,8 +279,9 @@ class Scheduler:
         if self._prefix_cache and request.tokens[-1] != PENDING:
             # Before they are computed: a forward writes all keys of a layer before it reads any, so that another
             # request of the same step may share them.
-            for index in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
-                self.blocks.register(request.blocks[index], request.block_hash(index))
+            hashes = request.block_hashes(end // BLOCK_SIZE)
+            for index in range(start // BLOCK_SIZE, len(hashes)):
+                self.blocks.register(request.blocks[index], hashes[index])
         request.mark_computed(end)
         ends = [*range((start // CHUNK_TOKENS + 1) * CHUNK_TOKENS, end, CHUNK_TOKENS), end]
         return [Chunk(request, *span) for span in zip([start, *ends], ends, strict=False)]
@@ -293,14 +294,9 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Return the cached blocks of a request's first tokens; at least one token is left to compute."""
-        blocks: list[int] = []
-        if self._prefix_cache and request.params.seed is None and not request.lacks_prompt_logprobs:
-            for index in range((len(request.tokens) - 1) // BLOCK_SIZE):
-                block = self.blocks.find(request.block_hash(index))
-                if block is None:
-                    break
-                blocks.append(block)
-        return blocks
+        if not self._prefix_cache or request.params.seed is not None or request.lacks_prompt_logprobs:
+            return []
+        return self.blocks.find(request.block_hashes((len(request.tokens) - 1) // BLOCK_SIZE))
 
     def _allocate(self, request: Request, count: int) -> bool:
         """Give a request blocks, preempting the requests admitted last; False if it was preempted itself."""
