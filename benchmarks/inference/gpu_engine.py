@@ -2,8 +2,9 @@
 
     python -m benchmarks.inference.gpu_engine [kernels] [products] [steps] [projections] [long] [profile]
 
-Qwen3-0.6B and a 4B configuration with random weights. Kernels are timed as graphs of ten calls, medians of twenty; the
-ceiling is what a large copy reaches. A variant that fails says so, and the others go on.
+Shapes of Qwen2.5-0.5B, Qwen3-0.6B and Qwen3-4B with random weights; 0.6B where none is named. Kernels are timed as
+graphs of ten calls, medians of twenty; the ceiling is what a large copy reaches. A variant that fails says so, and the
+others go on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from headrace.inference.schema import SamplingParams
 DEVICE = torch.device("cuda")
 VOCAB = 151_936
 HEADS, KEY_HEADS, DIM, HIDDEN, INNER, LAYERS = 16, 8, 128, 1024, 3072, 28
-SHAPES = {"0.5b": (14, 2, 64), "0.6b": (HEADS, KEY_HEADS, DIM)}
+SHAPES = {"0.5b": (14, 2, 64), "0.6b": (HEADS, KEY_HEADS, DIM), "4b": (32, 8, 128)}
 """Query heads, key heads and dimensions of attention."""
 LAUNCHES = [(64, 4, 3), (64, 2, 3), (64, 4, 2), (64, 8, 3), (128, 4, 3), (32, 4, 4), (32, 2, 4)]
 """Keys of a tile, warps, stages."""

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace.inference.embedded.batch import AttentionGroup
 from headrace.inference.embedded.engine import Engine
+from headrace.inference.embedded.projections import join_projections
 from headrace.inference.embedded.self_check import compute_texts, measure_deviations
 from headrace.inference.rounding import MAX_ROUNDING_RATIO
 
@@ -203,6 +204,8 @@ def applicable_faults(model: Any) -> list[str]:
 
 def worst_ratio(model: Any, seed: int, fault: str | None = None) -> float:
     """Return the larger ratio of prefill and decode, for prompts of that seed."""
+    if model.device.type == "cuda":
+        join_projections(model)  # as when it is loaded
     with nullcontext() if fault is None else FAULTS[fault](model):
         engine = Engine(model, max_model_len=1200, max_running=4, compile=fault is None, graphs=fault is None)
         texts = compute_texts(engine, torch.Generator().manual_seed(seed))

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from headrace.inference.embedded import drafts
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.projections import join_projections
 from headrace.inference.schema import SamplingParams
 from tests.gpu.test_engine import CONFIGS, SIZES, assert_exact, make_model, run_all
 
@@ -30,7 +29,6 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_tokens_of_drafts_have_the_logprobs_of_the_plain_model(kind: str, dtype: torch.dtype) -> None:
     model = make_model(kind, dtype=dtype)
-    join_projections(model)
     engine = Engine(model, max_model_len=300, max_running=64, compile=False, speculative_tokens=8)
     requests: list[Any] = []
     for round_number in range(2):  # requests of the second round sample what those of the first did, or soon differ

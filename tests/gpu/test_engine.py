@@ -12,7 +12,6 @@ from headrace.inference.backend import RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.projections import join_projections, separate_projections
-from headrace.inference.embedded.self_check import NEGLIGIBLE_DIFFERENCE
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import SamplingParams
 from headrace.inference.weights.published import PublishedWeights
@@ -44,9 +43,20 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def make_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+FLOAT32_ROUNDING = 1e-5
+"""Of logprobs that are about 10, in steps of 1e-6: the model's own code may happen to round less."""
+
+
+def make_plain_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype).cuda().eval()
+
+
+def make_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A model as it is loaded for an engine on a GPU."""
+    model = make_plain_model(kind, seed, dtype)
+    join_projections(model)
+    return model
 
 
 def make_prompt(rng: random.Random, length: int) -> list[int]:
@@ -95,11 +105,11 @@ def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def assert_exact(requests: list[Any], models: dict[Version, Any] | Any) -> None:
-    """The engine is not farther from the result in a wider type than rounding explains, on average and at most."""
+    """The engine is not farther from the result in a wider type than rounding explains, typically and at most."""
     versions = models if isinstance(models, dict) else {Version(0, 0): models}
     ours, plain, exact = torch.cat([compared_logprobs(request, versions) for request in requests], 1)
     for measure in (typical_difference, largest_difference):
-        bound = MAX_ROUNDING_RATIO * (measure(plain, exact) + NEGLIGIBLE_DIFFERENCE)
+        bound = MAX_ROUNDING_RATIO * (measure(plain, exact) + FLOAT32_ROUNDING)
         assert measure(ours, exact) < bound, (measure(ours, exact), measure(plain, exact))
 
 
@@ -131,7 +141,6 @@ def test_mixed_lengths_chunks_prefixes_duplicates_evictions_and_cancels(
 ) -> None:
     monkeypatch.setattr(scheduler_module, "CHUNK_TOKENS", 64)
     model = make_model(kind, dtype=dtype)
-    join_projections(model)
     engine = Engine(model, max_model_len=400, max_running=9, max_step_tokens=128, kv_blocks=40, compile=False)
     requests = submit_mixed(engine, random.Random(8), 24)
     cancelled = requests.pop()
@@ -148,7 +157,6 @@ def test_mixed_lengths_chunks_prefixes_duplicates_evictions_and_cancels(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_compiled_layers_compute_the_same(kind: str, graphs: bool, dtype: torch.dtype) -> None:
     model = make_model(kind, dtype=dtype)
-    join_projections(model)
     engine = Engine(model, max_model_len=400, max_running=9, max_step_tokens=128, kv_blocks=60, graphs=graphs)
     assert engine.runner._layers is not None  # type: ignore[attr-defined]
     requests = submit_mixed(engine, random.Random(3), 16)
@@ -241,7 +249,7 @@ def test_an_adapters_requests_run_beside_captured_ones(tmp_path: Any, compile: b
     peft = pytest.importorskip("peft")
     directory = tmp_path / "adapter"
     torch.manual_seed(5)
-    adapted = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    adapted = peft.get_peft_model(make_plain_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)

@@ -53,10 +53,14 @@ def test_a_loaded_model_passes_its_check_and_is_ready(model_directory: Path) -> 
 
 
 def test_a_loaded_model_computes_what_was_saved_and_takes_updates(
-    model_directory: Path, make_model: Callable[[int], Any], publish: Callable[[Any, Version], Path]
+    model_directory: Path,
+    make_model: Callable[[int], Any],
+    publish: Callable[[Any, Version], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tokens = list(range(20, 40))
-    model = load_model(model_directory, "float32").cpu()
+    model = load_model(model_directory, "float32")
     torch.testing.assert_close(plain_logprobs(model, tokens), plain_logprobs(make_model(0), tokens), atol=1e-5, rtol=0)
     Engine(model, max_model_len=64).update_weights(publish(make_model(1), Version(0, 1)), Version(0, 1))
     torch.testing.assert_close(plain_logprobs(model, tokens), plain_logprobs(make_model(1), tokens), atol=1e-5, rtol=0)

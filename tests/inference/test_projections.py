@@ -1,6 +1,7 @@
 """Joined linear layers compute what they computed apart, with new weights and adapters as well."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,6 +74,27 @@ def test_tied_layers_stay_apart() -> None:
         layer.self_attn.k_proj.weight = layer.self_attn.v_proj.weight
     join_projections(model)
     assert joined_names(model) == GATED
+
+
+def test_layers_with_a_computation_or_weights_of_another_kind_stay_apart() -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    model = make_sharp_model("llama", 0, torch.float32)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.k_proj.forward = lambda hidden: nn.functional.linear(hidden, first.k_proj.weight)
+    second.v_proj.weight = nn.Parameter(second.v_proj.weight.data.as_subclass(Quantized))
+    expected = logits(model)
+    join_projections(model)
+    assert joined_names(model) == GATED
+    assert (logits(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, nn.Module.double], ids=["copied", "converted"])
+def test_joined_layers_are_neither_copied_nor_converted(change: Callable[[Any], Any]) -> None:
+    _, joined = make_models("qwen2")
+    with pytest.raises(TypeError):
+        change(joined)
 
 
 def test_hooks_add_to_the_output_of_their_layer_alone() -> None:

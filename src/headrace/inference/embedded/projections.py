@@ -67,6 +67,12 @@ class JoinedLinear(Linear):
             shared.value = None
         return product[..., self.start : self.end]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise TypeError(f"{self} is part of a joined product, which stays as it is. Move or convert models before.")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(f"{self} is part of a joined product, which cannot be copied. Copy models before.")
+
 
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -78,7 +84,7 @@ def join_projections(model: Any) -> None:
     uses = Counter(id(parameter) for module in model.modules() for parameter in vars(module)["_parameters"].values())
     freed = 0
     for layers in group_by_input(model):
-        is_plain = all(type(layer) is Linear and uses[id(layer.weight)] == 1 for layer in layers)
+        is_plain = all(_is_plain(layer) and uses[id(layer.weight)] == 1 for layer in layers)
         if len(layers) == 1 or not is_plain or len({layer.weight.dtype for layer in layers}) > 1:
             continue
         _join(layers)
@@ -86,6 +92,11 @@ def join_projections(model: Any) -> None:
         if freed > MAX_FREED_BYTES and layers[0].weight.is_cuda:
             torch.cuda.empty_cache()
             freed = 0
+
+
+def _is_plain(layer: Linear) -> bool:
+    """Return whether nothing has replaced the layer's computation or the kind of its weight, as quantization does."""
+    return type(layer) is Linear and type(layer.weight) is Parameter and "forward" not in vars(layer)
 
 
 def _join(layers: Sequence[Linear]) -> None:

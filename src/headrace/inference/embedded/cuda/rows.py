@@ -32,8 +32,8 @@ MIN_ITEM_KEYS = 128
 ITEM_ALIGNMENT = 64
 """Item lengths are multiples of this."""
 EXTRA_PROGRAMS = 512
-"""Programs of the attention kernel beyond one per request and head: about four for each multiprocessor. With 2,048,
-eight requests of 32,768 tokens took twice as long on an H200 (two key heads)."""
+"""Programs of the attention kernel beyond one per request and head: about four for each multiprocessor. Combining the
+results of more costs more than they gain (`benchmarks.inference.gpu_engine kernels`)."""
 NOT_WRITTEN = (-1, 0)
 MAX_PREFILLS = 256
 """Prefills of a step with other tokens."""
