@@ -22,7 +22,7 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -145,20 +145,21 @@ def run(engine: Engine, clock: Clock, running: int) -> tuple[float, float]:
     return statistics.median(times), sampled / steps / running
 
 
-def converse(engine: Engine, turns: Conversation) -> Generator[Request]:
-    """Submit the turns of a conversation one after the other, each when the request of the one before is done."""
-    tokens: list[int] = []
-    for turn in turns:
-        request = engine.submit(tokens + turn.tokens, SamplingParams(max_tokens=turn.completion, ignore_eos=True))
-        yield request
-        tokens = request.tokens
+def converse(engine: Engine, conversations: Iterator[Conversation]) -> Iterator[Request]:
+    """Submit the turns of one conversation after the other; the next request is taken when the last one is done."""
+    for turns in conversations:
+        tokens: list[int] = []
+        for turn in turns:
+            request = engine.submit(tokens + turn.tokens, SamplingParams(max_tokens=turn.completion, ignore_eos=True))
+            yield request
+            tokens = request.tokens
 
 
 def run_tools(engine: Engine, running: int) -> tuple[float, ...]:
     """Return, for the mean step of traffic with tools, its requests, prefilled and cached tokens, and seconds."""
-    traffic = TRAFFIC["tools"].conversations(SIZES["vocab_size"])
-    conversations = [converse(engine, next(traffic)) for _ in range(int(IN_FLIGHT * running))]
-    current = [next(conversation) for conversation in conversations]
+    conversations = TRAFFIC["tools"].conversations(SIZES["vocab_size"])
+    clients = [converse(engine, conversations) for _ in range(int(IN_FLIGHT * running))]
+    current = [next(client) for client in clients]
     counts: list[int] = []
     seconds = 0.0
     for step in range(TOOLS_WARM_UP_STEPS + TOOLS_STEPS):
@@ -171,11 +172,7 @@ def run_tools(engine: Engine, running: int) -> tuple[float, ...]:
         counts.append(len(engine.scheduler.running))
         for index, request in enumerate(current):
             if request.is_done:
-                following = next(conversations[index], None)
-                if following is None:
-                    conversations[index] = converse(engine, next(traffic))
-                    following = next(conversations[index])
-                current[index] = following
+                current[index] = next(clients[index])
     totals = engine.scheduler.tokens_computed, engine.scheduler.tokens_cached, seconds
     return statistics.mean(counts[TOOLS_WARM_UP_STEPS:]), *(total / TOOLS_STEPS for total in totals)
 

@@ -17,6 +17,7 @@ BLOCK_SIZE = 16
 PADDING_BLOCK = 0
 """Never allocated: block tables are padded with it, and its content must be finite."""
 TOKEN_TYPE = "i"
+"""Of arrays: four bytes."""
 BLOCK_BYTES = BLOCK_SIZE * array(TOKEN_TYPE).itemsize
 HASH_BYTES = 16
 

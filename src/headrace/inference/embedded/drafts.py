@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from headrace.inference.embedded.block_manager import TOKEN_TYPE
 from headrace.inference.embedded.request import Request
 
 MAX_REQUESTS = 32
@@ -48,8 +49,6 @@ SMOOTHING = 1 / 16
 """Weight of the last step in the moving average of gains."""
 PAUSE_STEPS = 64
 """Steps without drafts after their gain was too small."""
-TOKEN_TYPE = "i"
-"""Of arrays: four bytes."""
 POSITION_BITS = 32
 """Of a place in a text: its number and a position in one integer."""
 

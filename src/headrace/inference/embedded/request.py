@@ -161,9 +161,8 @@ class Request:
         self._stop_strings = stop_strings
         self._weights: Weights | None = None
         self._stopped_by: str | None = None
-        self._hash_root = b""
-        """What its blocks have in common with those that they may be shared with."""
         self._hashes: list[bytes] = []
+        """Of what its blocks have in common with those that they may be shared with, then of its blocks."""
         self._spans: list[tuple[Version, int]] = []
         self.reset_prompt_logprobs()
 
@@ -187,8 +186,7 @@ class Request:
         self._weights = weights
         self.start_span(weights.version)
         shared_by = (weights.installed, self.adapter and self.adapter.identity, self.cache_salt)
-        self._hash_root = block_hash(repr(shared_by).encode(), ())
-        self._hashes = []
+        self._hashes = [block_hash(repr(shared_by).encode(), ())]
 
     def mark_computed(self, end: int) -> None:
         """Count the tokens before `end` as computed, by the step that is being planned."""
@@ -207,26 +205,23 @@ class Request:
 
     def block_hashes(self, count: int) -> list[bytes]:
         """Return the hashes of the first `count` blocks, which are full."""
-        hashes, start, end = self._hashes, len(self._hashes) * BLOCK_SIZE, count * BLOCK_SIZE
+        hashes, end = self._hashes, count * BLOCK_SIZE
+        start = (len(hashes) - 1) * BLOCK_SIZE
         if self.latents is None and start < end:
-            hashes += block_hashes(self._last_hash, self.tokens[start:end])
-        for first in range(len(hashes) * BLOCK_SIZE, end, BLOCK_SIZE):
-            hashes.append(self._hash_tokens(first, first + BLOCK_SIZE))
-        return hashes[:count]
+            hashes += block_hashes(hashes[-1], self.tokens[start:end])
+        for first in range((len(hashes) - 1) * BLOCK_SIZE, end, BLOCK_SIZE):
+            hashes.append(self._hash_tokens(hashes[-1], first, first + BLOCK_SIZE))
+        return hashes[1 : count + 1]
 
     def prompt_hash(self) -> tuple[bytes, bool]:
         """Return the hash of all tokens, and whether there is a seed: then the prompt is computed in fixed chunks."""
         full = len(self.tokens) // BLOCK_SIZE
-        self.block_hashes(full)
-        return self._hash_tokens(full * BLOCK_SIZE, len(self.tokens)), self.params.seed is not None
+        previous = self.block_hashes(full)[-1] if full else self._hashes[0]
+        return self._hash_tokens(previous, full * BLOCK_SIZE, len(self.tokens)), self.params.seed is not None
 
-    @property
-    def _last_hash(self) -> bytes:
-        return self._hashes[-1] if self._hashes else self._hash_root
-
-    def _hash_tokens(self, start: int, end: int) -> bytes:
-        """Return the hash of these tokens, which follow the blocks that have one."""
-        return block_hash(self._last_hash, self.tokens[start:end], self._latent_bytes(start, end))
+    def _hash_tokens(self, previous: bytes, start: int, end: int) -> bytes:
+        """Return the hash of these tokens after the block whose hash is `previous`."""
+        return block_hash(previous, self.tokens[start:end], self._latent_bytes(start, end))
 
     def _latent_bytes(self, start: int, end: int) -> bytes:
         """Return what identifies the latents of the tokens [start, end); empty if they are plain."""
