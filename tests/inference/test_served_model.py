@@ -22,7 +22,7 @@ from tests.inference.openai_stand_in import OpenAIStandIn, error
 @asynccontextmanager
 async def served(*servers: OpenAIStandIn, **options: Any) -> AsyncIterator[ServedModel]:
     urls = [server.url for server in servers]
-    model = ServedModel("large", urls, **{"timeout": 0.2, "retry_for": 5, **options})
+    model = ServedModel("large", urls, **{"timeout": 1.0, "retry_for": 5, **options})
     yield model
     await model.close()
 
@@ -38,7 +38,7 @@ async def test_what_one_address_does_not_answer_in_time_is_asked_of_another_and_
     monkeypatch.setattr(served_model, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(served_model, "COOLDOWN_S", 0.05)
     late, good = OpenAIStandIn(lambda _: "late"), OpenAIStandIn(lambda _: "yes")
-    async with late, good, served(late, good, timeout=1.0) as model:
+    async with late, good, served(late, good) as model:
         late.hold = asyncio.Event()
         assert await say(model) == "yes"
         late.hold.set()
