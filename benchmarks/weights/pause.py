@@ -47,6 +47,7 @@ class Measured(NamedTuple):
     update: float
     """From asking the engine to its answer."""
     install: float
+    """On the engine's thread, with the wait for the step in flight."""
     step: float
     """Between two tokens, without an update."""
     first: float
@@ -105,10 +106,10 @@ def update(
     answered = time.perf_counter()
     engine.install = install
     load.wait(AFTER)
-    [(changed, done)] = installs
+    [(changed, done)] = installs  # tokens of the step in flight come before `done`
     gaps = []
     for times in load.times:
-        after = next(n for n, moment in enumerate(times) if moment > changed)
+        after = next(n for n, moment in enumerate(times) if moment > done)
         gaps.append(1e3 * (times[after] - times[after - 1]))
     usual = [1e3 * (b - a) for a, b in pairwise(load.times[0]) if b < begun]
     return Measured(publishing, 1e3 * (answered - begun), 1e3 * (done - changed), median(usual), min(gaps), max(gaps))

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from headrace.inference.cuda_driver import OpenedMemory
 from headrace.inference.weights import link
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import install, read_published
+from headrace.inference.weights.published import read_published
 from headrace.rollout.version import Version
 from headrace.trainer.snapshot import size_of, take_snapshot
 from headrace.trainer.weights_link import WeightsSender
@@ -158,7 +158,8 @@ def measure(trainer: TrainerProcess, store: WeightStore, carrier: str, model: Te
             begun = time.perf_counter()
             published = read_published(store.path(version), version, parameters=model, receive=receiver.receive)
             fetched = time.perf_counter()
-            install(model, published.tensors)
+            published.install(model)
+            synchronize()
             installed = time.perf_counter()
             published.release()
             found.append(Times(publishing, 1e3 * (fetched - begun), 1e3 * (installed - fetched)))

@@ -15,7 +15,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import load_engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.published import BaseWeights, MergedTensors, find_mismatch, install
+from headrace.inference.weights.published import BaseWeights, MergedTensors, PublishedWeights, find_mismatch
 from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ def test_tensors_that_are_merged_one_by_one_are_those_that_are_merged_at_once(
     assert isinstance(expected, dict)
     assert lazy.keys() == expected.keys()
     assert find_mismatch(parameters, lazy, optional=set(parameters) - set(lazy)) is None
-    install(parameters, lazy)
+    PublishedWeights(Version(0, 1), "", lazy).install(parameters)
     assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
 

@@ -12,6 +12,7 @@ from headrace.inference.backend import EngineError, EngineStopped, InvalidReques
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.published import PublishedWeights
 from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from tests.inference.plain_forward import assert_like_plain
@@ -151,11 +152,11 @@ def test_a_lost_device_ends_the_engine_and_all_in_flight(dying: EngineThread) ->
 def test_an_update_that_breaks_off_ends_the_engine(
     make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_off(parameters: Any, _: Any) -> None:
+    def break_off(_: PublishedWeights, parameters: Any) -> None:
         parameters["model.embed_tokens.weight"].zero_()
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("headrace.inference.embedded.engine.install", break_off)
+    monkeypatch.setattr(PublishedWeights, "install", break_off)
     version = Version(0, 1)
     thread = EngineThread(Engine(make_model(0), max_model_len=64))
     with pytest.raises(EngineError, match=r"0-1.*out of memory"):

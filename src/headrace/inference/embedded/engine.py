@@ -42,7 +42,7 @@ from headrace.inference.latents import GATES
 from headrace.inference.schema import SamplingParams, write_routes
 from headrace.inference.weights.file_layout import as_in_files
 from headrace.inference.weights.link import WeightsReceiver
-from headrace.inference.weights.published import BaseWeights, PublishedWeights, install, read_published
+from headrace.inference.weights.published import BaseWeights, PublishedWeights, read_published
 from headrace.rollout.version import Version
 
 log = logging.getLogger(__name__)
@@ -309,9 +309,12 @@ class Engine:
 
     @torch.inference_mode()
     def install(self, published: PublishedWeights) -> None:
-        """Install weights that were read, between two steps."""
+        """Install weights that were read, between two steps; `published` must then be released.
+
+        A GPU copies them after the step in flight, while that step's output is read and the next step is planned.
+        """
+        published.install(self._parameters)
         self.finish_step()
-        install(self._parameters, published.tensors)
         self._weights = Weights(published.version, self._weights.installed + 1)
         for request in self.scheduler.running:
             if self.kv_on_update == "keep" and request.is_verified:

@@ -43,9 +43,37 @@ class PublishedWeights(msgspec.Struct):
     tensors: Mapping[str, Tensor]
     on_release: Callable[[], None] | None = None
     """Frees memory that the tensors borrow."""
+    copied: torch.cuda.Event | None = None
+    """The end of the copies that `install` has queued on a GPU."""
+
+    def install(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into a model's parameters in place, or raise before any is changed.
+
+        On a GPU this only queues the copies.
+        """
+        tensors = self.tensors
+        addresses = {parameters[name].data_ptr() for name in tensors if name in parameters}
+        tied = {
+            name for name, parameter in parameters.items() if parameter.data_ptr() in addresses
+        }  # need only one of each
+        mismatch = find_mismatch(parameters, tensors, tied)
+        if mismatch is not None:
+            raise WeightsError(mismatch)
+        targets = [parameters[name] for name in tensors]
+        with torch.no_grad():
+            if isinstance(tensors, MergedTensors):  # one by one, since there is no memory for all of them
+                for name, target in zip(tensors, targets, strict=True):
+                    target.copy_(tensors[name])
+            else:
+                torch._foreach_copy_(targets, [*tensors.values()])
+        if targets[0].is_cuda:
+            self.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self.copied.record(torch.cuda.current_stream(targets[0].device))
 
     def release(self) -> None:
-        """Drop the tensors, after all copies of them are complete."""
+        """Wait for the copies of the tensors, and drop these."""
+        if self.copied is not None:
+            self.copied.synchronize()
         if isinstance(self.tensors, dict):
             self.tensors.clear()
         if self.on_release is not None:
@@ -218,26 +246,6 @@ def model_files(directory: Path) -> list[Path]:
     except (OSError, msgspec.DecodeError) as error:
         raise WeightsError(f"{index}: {error}") from error
     return [directory / name for name in sorted(set(weight_map.values()))]
-
-
-def install(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors into a model's parameters in place, or raise before any is changed; waits for the copies."""
-    addresses = {parameters[name].data_ptr() for name in tensors if name in parameters}
-    tied = {
-        name for name, parameter in parameters.items() if parameter.data_ptr() in addresses
-    }  # need only one of each
-    mismatch = find_mismatch(parameters, tensors, tied)
-    if mismatch is not None:
-        raise WeightsError(mismatch)
-    targets = [parameters[name] for name in tensors]
-    with torch.no_grad():
-        if isinstance(tensors, MergedTensors):  # one by one, since there is no memory for all of them
-            for name, target in zip(tensors, targets, strict=True):
-                target.copy_(tensors[name])
-        else:
-            torch._foreach_copy_(targets, [*tensors.values()])
-    for device in {target.device for target in targets if target.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def find_mismatch(
