@@ -13,7 +13,8 @@ $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
 `share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
 at once and decode at the traffic's mean context. `host` is the time per step that Python works outside of waiting for
 the GPU, mostly while the GPU computes the next step; `idle` is the share of time in which the GPU computes none.
-`between tokens` is measured on a streamed request.
+`between tokens` is measured on a streamed request; the gap of an update is from its last token of the old weights to
+its first of the new ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, quantiles
+from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ class Row(NamedTuple):
     update_ms: float = 0.0
     """Mean time from the call to the answer."""
     update_gap_ms: float = 0.0
-    """Mean over updates of the longest time between two tokens meanwhile."""
+    """Median time from a request's last token of the old weights to its first of the new ones."""
 
 
 class Counters(NamedTuple):
@@ -127,6 +128,15 @@ class Counters(NamedTuple):
     prefill_steps: float
     wait_s: float
     busy_s: float
+
+
+class Stream(NamedTuple):
+    """A request whose tokens come one by one."""
+
+    times: list[float]
+    """When each token came."""
+    changes: list[int]
+    """The tokens that are the first ones of new weights; known when the request ends."""
 
 
 class Server:
@@ -153,14 +163,16 @@ class Server:
         ]
         return Counters(time.perf_counter(), *numbers)
 
-    async def stream(self, tokens: list[int], count: int, times: list[float]) -> None:
-        """Sample `count` tokens as a stream, and note when each event came."""
+    async def stream(self, tokens: list[int], count: int, into: Stream) -> None:
         endpoint = self.endpoint
         sampling = {"max_tokens": count, "ignore_eos": True, "logprobs": 0}
         body = json.dumps({"token_ids": tokens, "stream": True, "sampling_params": sampling}).encode()
         headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
-        async for _ in self.http.stream("POST", endpoint.url, "/inference/v1/generate", body, 600.0, headers):
-            times.append(time.perf_counter())
+        async for event in self.http.stream("POST", endpoint.url, "/inference/v1/generate", body, 600.0, headers):
+            now = time.perf_counter()
+            [choice] = json.loads(event)["choices"]
+            into.times.extend([now] * len(choice["token_ids"]))
+            into.changes.extend(span["start"] for span in choice.get("weight_versions", ())[1:])
 
     async def close(self) -> None:
         await self.client.close()
@@ -210,12 +222,12 @@ class Loop:
         if self.rollouts % UPDATE_EVERY == 0:
             self.has_enough.set()
 
-    async def keep_probing(self, times: list[list[float]]) -> None:
+    async def keep_probing(self, probes: list[Stream]) -> None:
         while True:
             prompt = [self._rng.randrange(3, self._setting.vocab) for _ in range(16)]
-            times.append([])
+            probes.append(Stream([], []))
             count = min(256, self._setting.max_model_len - 32)
-            await self._server.stream(prompt, count, times[-1])
+            await self._server.stream(prompt, count, probes[-1])
 
 
 class Updates:
@@ -253,7 +265,7 @@ async def background(*coroutines: Any) -> AsyncIterator[None]:
 
 async def measure_traffic(server: Server, setting: Setting, updates: Updates) -> dict[str, Any]:
     loop = Loop(server, setting)
-    probes: list[list[float]] = []
+    probes: list[Stream] = []
     tasks = [loop.keep_asking() for _ in range(setting.in_flight - PROBES)]
     tasks += [loop.keep_probing(probes) for _ in range(PROBES)]
     if setting.traffic.updates:
@@ -266,10 +278,9 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
             counters.append(await server.counters())
     first, last = counters[0], counters[-1]
     seconds, steps = last.at - first.at, last.steps - first.steps
-    gaps = [(a, b) for times in probes for a, b in pairwise(times) if a > first.at]
-    cuts = quantiles([1e3 * (b - a) for a, b in gaps] or [0.0, 0.0], n=100)
+    cuts = quantiles([b - a for times, _ in probes for a, b in pairwise(times) if a > first.at] or [0.0, 0.0], n=100)
+    changes = [(times[at - 1], times[at]) for times, changes in probes for at in changes]
     updated = [(begun, ended) for begun, ended in updates.times if begun > first.at]
-    longest = [max((b - a for a, b in gaps if a < ended and b > begun), default=0.0) for begun, ended in updated]
     return {
         "rate": (last.tokens - first.tokens) / seconds,
         "running": mean(each.running for each in counters),
@@ -277,10 +288,10 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
         "host_ms": 1e3 * (seconds - (last.wait_s - first.wait_s)) / steps if steps and ON_GPU else None,
         "idle_share": 1 - (last.busy_s - first.busy_s) / seconds if steps and ON_GPU else None,
         "prefill_share": (last.prefill_steps - first.prefill_steps) / steps if steps else None,
-        "gaps_ms": (cuts[49], cuts[98]),
+        "gaps_ms": (1e3 * cuts[49], 1e3 * cuts[98]),
         "updates": len(updated),
         "update_ms": 1e3 * mean([ended - begun for begun, ended in updated] or [0.0]),
-        "update_gap_ms": 1e3 * mean(longest or [0.0]),
+        "update_gap_ms": 1e3 * median([b - a for a, b in changes if a > first.at] or [0.0]),
     }
 
 
