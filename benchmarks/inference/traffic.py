@@ -13,8 +13,8 @@ $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
 `share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
 at once and decode at the traffic's mean context. `host` is the time per step that Python works outside of waiting for
 the GPU, mostly while the GPU computes the next step; `idle` is the share of time in which the GPU computes none.
-`between tokens` is measured on a streamed request; the gap of an update is from its last token of the old weights to
-its first of the new ones.
+`between tokens` is measured on streamed requests, which take their turn in the queue like others; the gap of an update
+is from the last token of the old weights to the first of the new ones, a median with the number of gaps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +66,7 @@ MAX_DECODE_BATCHES = 40
 DECODE_POLL_S = 0.05 if ON_GPU else 0.02
 RAMP_UP_S = 0.2 if ON_GPU else 0.0
 """Until a batch that runs decodes evenly; a tenth of the lengths on a CPU has no time for that."""
-PROBES = 1
+PROBES = 4
 """Streamed requests on which the time between tokens is measured; each costs the server an event per token."""
 SERVE = """
 import json, sys
@@ -114,8 +114,8 @@ class Row(NamedTuple):
     updates: int = 0
     update_ms: float = 0.0
     """Mean time from the call to the answer."""
-    update_gap_ms: float = 0.0
-    """Median time from a request's last token of the old weights to its first of the new ones."""
+    update_gaps_ms: tuple[float, ...] = ()
+    """From a streamed request's last token of the old weights to its first of the new ones."""
 
 
 class Counters(NamedTuple):
@@ -291,7 +291,7 @@ async def measure_traffic(server: Server, setting: Setting, updates: Updates) ->
         "gaps_ms": (1e3 * cuts[49], 1e3 * cuts[98]),
         "updates": len(updated),
         "update_ms": 1e3 * mean([ended - begun for begun, ended in updated] or [0.0]),
-        "update_gap_ms": 1e3 * median([b - a for a, b in changes if a > first.at] or [0.0]),
+        "update_gaps_ms": tuple(1e3 * (b - a) for a, b in changes if a > first.at),
     }
 
 
@@ -423,9 +423,13 @@ def table_of(rows: list[Row]) -> Table:
                 )
             ),
             f"{row.gaps_ms[0]:.1f}, {row.gaps_ms[1]:.1f}",
-            f"{row.updates} of {row.update_ms:.0f} ms, gap {row.update_gap_ms:.1f}" if row.updates else "",
+            f"{row.updates} of {row.update_ms:.0f} ms{describe_gaps(row.update_gaps_ms)}" if row.updates else "",
         )
     return table
+
+
+def describe_gaps(gaps: Sequence[float]) -> str:
+    return f", gap {median(gaps):.1f} ({len(gaps)})" if gaps else ""
 
 
 def make_setting(model: str, name: str, kv: str, arguments: argparse.Namespace) -> Setting:

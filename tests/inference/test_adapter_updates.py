@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import load_engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.published import BaseWeights, MergedTensors, PublishedWeights, find_mismatch
+from headrace.inference.weights.published import (
+    BaseWeights,
+    MergedTensors,
+    PublishedWeights,
+    find_mismatch,
+)
 from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
@@ -131,8 +137,29 @@ def test_tensors_that_are_merged_one_by_one_are_those_that_are_merged_at_once(
     assert isinstance(expected, dict)
     assert lazy.keys() == expected.keys()
     assert find_mismatch(parameters, lazy, optional=set(parameters) - set(lazy)) is None
-    PublishedWeights(Version(0, 1), "", lazy).install(parameters)
+    PublishedWeights(V1, "", lazy).install(parameters)
     assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
+
+
+def test_files_that_end_while_tensors_are_merged_one_by_one_are_no_refusal(
+    make_model: MakeModel, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, adapter = adapted(make_model, 1)
+    parameters = make_model(0).state_dict()
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
+    lazy = MergedTensors(BaseWeights(base, torch.device("cpu")), adapter, parameters, base)
+    first, *_ = [name for name in lazy if name in lazy._matrices]
+    lazy.shapes = {first: lazy.shapes.pop(first), **lazy.shapes}  # merged first, and so changed
+    monkeypatch.setattr(lazy, "merged_on", partial(merge_only, lazy.merged_on, first))
+    with pytest.raises(OSError, match="gone"):  # a `WeightsError` would mean that nothing has changed
+        PublishedWeights(V1, "", lazy).install(parameters)
+    assert not torch.equal(parameters[first], before[first])
+
+
+def merge_only(merge: Callable[..., torch.Tensor], first: str, name: str, device: torch.device) -> torch.Tensor:
+    if name != first:
+        raise WeightsError("the file is gone")
+    return merge(name, device)
 
 
 def test_a_whole_model_after_an_adapter_is_that_model(

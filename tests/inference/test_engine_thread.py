@@ -1,8 +1,9 @@
 """The engine on its own thread."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -164,6 +165,30 @@ def test_an_update_that_breaks_off_ends_the_engine(
     assert "_PartialInstall" in thread.failure.result(timeout=30)
     with pytest.raises(EngineStopped, match="0-1"):
         thread.submit([5], LONG)
+
+
+def test_requests_end_also_if_an_update_breaks_off_after_the_engine(
+    make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("the device is lost")
+
+    def fail_with_an_update_in_the_queue(**_: Any) -> None:
+        updates.append(pool.submit(thread.update_weights, directory, version))
+        while not thread._calls:
+            time.sleep(0.001)
+        fail()
+
+    monkeypatch.setattr(PublishedWeights, "install", fail)
+    version, updates = Version(0, 1), list[Future[str]]()
+    directory = publish(make_model(1), version)
+    thread = EngineThread(Engine(make_model(0), max_model_len=64))
+    monkeypatch.setattr(thread.engine.model, "forward", fail_with_an_update_in_the_queue)
+    with ThreadPoolExecutor() as pool:
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            thread.submit([5], LONG).future.result(timeout=30)
+        with pytest.raises(EngineError, match="0-1"):
+            updates[0].result(timeout=30)
 
 
 def test_a_dead_engine_refuses_everything_with_the_reason(

@@ -311,8 +311,10 @@ class Engine:
     def install(self, published: PublishedWeights) -> None:
         """Install weights that were read, between two steps; `published` must then be released.
 
-        A GPU copies them after the step in flight, while that step's output is read and the next step is planned.
+        Weights on the GPU are copied after the step in flight, while its output is read and the next step is planned.
         """
+        if not published.is_on_gpu:
+            self.finish_step()  # its tokens need not wait for copies from the host
         published.install(self._parameters)
         self.finish_step()
         self._weights = Weights(published.version, self._weights.installed + 1)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,7 +155,8 @@ class EngineThread:
         self.engine = engine
         self._reader = DirectoryReader(read_timeout_s)
         self.after_step: Callable[[bool], None] = lambda idle: None
-        """Called on the thread after each step, with whether the engine has nothing more to do."""
+        """Called on the thread after each step and after calls, which may finish one; with whether the engine has
+        nothing more to do."""
         self._device_lock = None if lock is None else EngineDeviceLock(engine, lock)
         self.failure: Future[str] = Future()
         """The error that ended the engine, once it has failed."""
@@ -219,6 +221,7 @@ class EngineThread:
                 self._call(lambda: self._install(published))
             finally:
                 published.release()
+            self._loaded = (published.version, published.checksum)
             return published.checksum
         finally:
             self._updating.release()
@@ -247,7 +250,6 @@ class EngineThread:
             raise  # nothing was changed
         except Exception as error:
             raise _PartialInstall(f"weights {published.version} are installed only in part: {error}") from error
-        self._loaded = (published.version, published.checksum)
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, and return its result."""
@@ -278,8 +280,10 @@ class EngineThread:
         failure: str | None = None
         try:
             while not self._stopping:
-                while self._calls:
-                    self._calls.popleft()()
+                if self._calls:
+                    while self._calls:
+                        self._calls.popleft()()
+                    self.after_step(False)
                 if self._device_lock is None or self._device_lock.poll():
                     self.engine.step()
                 else:
@@ -298,7 +302,8 @@ class EngineThread:
         if self._device_lock is not None and failure is None:
             self._device_lock.close()
         while self._calls:
-            self._calls.popleft()()
+            with suppress(_PartialInstall):  # the engine has ended already
+                self._calls.popleft()()
         self.engine.fail_all(EngineStopped(failure or SHUTTING_DOWN))
         self.after_step(True)
 

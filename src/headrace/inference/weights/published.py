@@ -46,10 +46,14 @@ class PublishedWeights(msgspec.Struct):
     copied: torch.cuda.Event | None = None
     """The end of the copies that `install` has queued on a GPU."""
 
-    def install(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copy the tensors into a model's parameters in place, or raise before any is changed.
+    @property
+    def is_on_gpu(self) -> bool:
+        return not isinstance(self.tensors, MergedTensors) and all(tensor.is_cuda for tensor in self.tensors.values())
 
-        On a GPU this only queues the copies.
+    def install(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into a model's parameters in place; raises `WeightsError` only before any is changed.
+
+        Copies within a GPU are only queued.
         """
         tensors = self.tensors
         addresses = {parameters[name].data_ptr() for name in tensors if name in parameters}
@@ -62,8 +66,11 @@ class PublishedWeights(msgspec.Struct):
         targets = [parameters[name] for name in tensors]
         with torch.no_grad():
             if isinstance(tensors, MergedTensors):  # one by one, since there is no memory for all of them
-                for name, target in zip(tensors, targets, strict=True):
-                    target.copy_(tensors[name])
+                try:
+                    for name, target in zip(tensors, targets, strict=True):
+                        target.copy_(tensors[name])
+                except WeightsError as error:
+                    raise OSError(str(error)) from error
             else:
                 torch._foreach_copy_(targets, [*tensors.values()])
         if targets[0].is_cuda:
@@ -190,6 +197,9 @@ class MergedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.merged_on(name, self._base.device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes  # without merging it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
