@@ -150,6 +150,19 @@ def test_a_lost_device_ends_the_engine_and_all_in_flight(dying: EngineThread) ->
     assert (state.failure, state.running, state.waiting) == (why, 0, 0)
 
 
+def test_tokens_of_a_step_that_a_call_finishes_are_sent_before_the_next_step(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    step = thread.engine.step
+    monkeypatch.setattr(thread.engine, "step", lambda: (events.append("step"), step()))
+    thread.after_step = lambda idle: events.append("sent")
+    request = thread.submit([5], SamplingParams(max_tokens=20, ignore_eos=True))
+    thread._call(lambda: events.append("call"))
+    request.future.result(timeout=30)
+    assert events[events.index("call") + 1] == "sent"
+
+
 def test_an_update_that_breaks_off_ends_the_engine(
     make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
