@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -215,13 +216,22 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_error(tmp_path:
 def test_a_full_disk_ends_the_run_with_one_clear_sentence(tmp_path: Path, tiny_model: Path):
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", small], check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", small], check=False)
     if mounted.returncode:
         pytest.skip("this machine does not let us mount a file system")
     try:
-        code, output = headrace("rl", write_run_file(tmp_path, tiny_model, output=small / "run"), "--max_steps", 20)
+        process = start("rl", write_run_file(tmp_path, tiny_model, output=small / "run"), "--max_steps", 1000)
+        wait_for_new_work(RunDir(small / "run"))
+        fill(small)  # a disk that is too small from the start is refused before
+        code, output = finish(process)
         assert code == 1
         assert "no space left on device" in output
         assert not processes_of(small / "run")
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def fill(directory: Path) -> None:
+    with suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))

@@ -19,6 +19,7 @@ from headrace.launch.resource_plan import (
     Machine,
     ResourcePlan,
     ResourcePlanner,
+    gib,
     kept_checkpoints,
 )
 from headrace.launch.resources import find_refusal, find_solutions, occupied_bytes
@@ -269,3 +270,8 @@ def test_a_server_of_several_gpus_has_the_weights_of_one_copy_on_each_group(expe
     found = size(planned(config, QWEN_30B_A3B, placement=placement), "GPU memory while sampling", "engine's weights")
     divided = 48 * 128 * 3 * 2048 * 768 if experts else 0  # experts over four GPUs, the rest over the two of a copy
     assert found == 2 * ((QWEN_30B_A3B.parameters - divided) // 2 + divided // 4)
+
+
+@pytest.mark.parametrize(("size", "text"), [(140.4 * 2**30, "140.4"), (0.06 * 2**30, "0.1"), (6 << 20, "0.006")])
+def test_sizes_of_tiny_models_are_told_apart(size: float, text: str):
+    assert gib(int(size)) == text

@@ -112,7 +112,8 @@ class ResourcePlan:
 
 
 def gib(size: int) -> str:
-    return f"{size / GIB:.1f}"
+    """Return a size in GiB; in more digits if it would be 0.0."""
+    return f"{size / GIB:.{1 if size >= 0.05 * GIB else 3}f}"
 
 
 def trainer_of(config: AnyRun) -> TrainingConfig:
