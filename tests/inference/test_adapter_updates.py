@@ -16,12 +16,7 @@ from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.loading import load_engine
 from headrace.inference.embedded.thread import EngineThread
 from headrace.inference.schema import SamplingParams
-from headrace.inference.weights.published import (
-    BaseWeights,
-    MergedTensors,
-    PublishedWeights,
-    find_mismatch,
-)
+from headrace.inference.weights.published import BaseWeights, MergedTensors, PublishedWeights, find_mismatch
 from headrace.inference.weights.reading import WeightsError
 from headrace.rollout.version import Version
 from headrace.text.tokenizer import Tokenizer
