@@ -6,8 +6,9 @@
 A closed loop with a constant number of requests in flight, groups of eight on one prompt, completion lengths that are
 forced, and new weights after every 256 completions (or conversations). Random weights in the shapes of Qwen2.5-0.5B,
 Qwen3-0.6B and Qwen3-4B; without a GPU, the tiny model with lengths of a tenth. `tools` are conversations of short turns
-whose prefixes grow. Rows of one model and engine share a server. `vllm served` is vLLM behind the same server; `vllm
-alone` is vLLM's asynchronous engine in one process, without server and without new weights; both need
+whose prefixes grow. The first requests are those that run at one moment of steady traffic, with random tokens in the
+place of those they have sampled. Rows of one model and engine share a server. `vllm served` is vLLM behind the same
+server; `vllm alone` is vLLM's asynchronous engine in one process, without server and without new weights; both need
 $HEADRACE_VLLM_PYTHON, the Python of vLLM's environment.
 
 `share` is the rate divided by the engine's own decode rate: that of as many requests as ran on average, which all start
@@ -195,24 +196,22 @@ class Loop:
     def __init__(self, server: Server, setting: Setting) -> None:
         self._server = server
         self._setting = setting
-        self._conversations = setting.traffic.conversations(setting.vocab)
+        self._conversations = setting.traffic.steady_conversations(setting.vocab, setting.max_running)
         self._seeds = itertools.count()
         self._rng = random.Random(1)
         self.rollouts = 0
         self.has_enough = asyncio.Event()
 
     async def keep_asking(self) -> None:
-        share = self._rng.random()  # of the first completion, so that requests end evenly from the start
         while True:
-            await self._converse(next(self._conversations), share)
-            share = 1.0
+            await self._converse(next(self._conversations))
 
-    async def _converse(self, turns: Conversation, share: float) -> None:
+    async def _converse(self, turns: Conversation) -> None:
         tokens: list[int] = []
         for turn in turns:
             tokens = tokens + turn.tokens
             params = SamplingParams(
-                max_tokens=max(1, int(share * turn.completion)),
+                max_tokens=turn.completion,
                 ignore_eos=True,
                 seed=next(self._seeds) if self._setting.traffic.seeded else None,
             )
@@ -386,14 +385,18 @@ async def measure(engine: str, settings: list[Setting], model: Path, folder: Pat
 
 def measure_vllm_alone(settings: list[Setting], model: Path) -> Iterator[Row]:
     names = ("in_flight", "max_running", "max_model_len", "warm_up_s", "seconds")
-    options = {name: getattr(settings[0], name) for name in names} | {"kv_bytes": 60 << 30}
+    options = {name: getattr(settings[0], name) for name in names} | {"kv_bytes": 96 << 30}
     command = [os.environ[VLLM_PYTHON], "-m", "benchmarks.inference.traffic_vllm", str(model), json.dumps(options)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
     command += [setting.name for setting in settings]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    lines = done.stdout.splitlines()[-len(settings) :]
-    for setting, line in zip(settings, lines, strict=True):
-        yield Row(setting, "vllm alone", json.loads(line)["tokens_per_second"])
+    left = iter(settings)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):  # vLLM prints other lines
+                yield Row(next(left), "vllm alone", json.loads(line)["tokens_per_second"])
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def table_of(rows: list[Row]) -> Table:

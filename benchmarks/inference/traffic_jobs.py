@@ -5,6 +5,8 @@ Imports nothing but the standard library, so that vLLM's environment can use it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ TURNS = (3, 8)
 TURN_PROMPT = (150, 400)
 TURN_COMPLETION = (20, 90)
 TURN_RESULT = (20, 200)
+STEADY_STEPS = 8192
+"""Tokens after which traffic is steady: twice the longest completion."""
 
 
 class Turn(NamedTuple):
@@ -28,6 +32,32 @@ class Turn(NamedTuple):
 
 
 Conversation = list[Turn]
+
+
+def sampled_tokens(turns: Conversation) -> int:
+    return sum(turn.completion for turn in turns)
+
+
+class UnderWay(NamedTuple):
+    """A conversation that runs at one moment of steady traffic."""
+
+    number: int
+    turns: Conversation
+    sampled: int
+    """Tokens of its completions so far."""
+
+    def rest(self, rng: random.Random, vocab: int) -> Conversation:
+        """Return what is left of it; its first turn begins with random tokens in the place of the sampled ones."""
+        tokens: list[int] = []
+        left = self.sampled
+        for number, turn in enumerate(self.turns):
+            tokens += turn.tokens
+            sampled = min(left, turn.completion)
+            tokens += [rng.randrange(3, vocab) for _ in range(sampled)]
+            if left < turn.completion:
+                return [Turn(tokens, turn.completion - left), *self.turns[number + 1 :]]
+            left -= sampled
+        raise ValueError("the conversation has ended")
 
 
 class Traffic(NamedTuple):
@@ -65,6 +95,24 @@ class Traffic(NamedTuple):
             prompt = tokens(rng.choice(lengths["prompt_tokens"]))
             for _ in range(GROUP):
                 yield [Turn(prompt, min(self.max_tokens, completion(rng.choice(lengths["completion_tokens"]))))]
+
+    def under_way(self, conversations: Iterator[Conversation], running: int) -> list[UnderWay]:
+        """Return what runs once traffic is steady, if so many conversations run at once and sample a token in each
+        step; long ones are more likely to. Later ones are left in the iterator."""
+        numbered = enumerate(conversations)
+        ends = [(sampled_tokens(turns), number, turns) for number, turns in itertools.islice(numbered, running)]
+        heapq.heapify(ends)
+        while ends[0][0] <= STEADY_STEPS:
+            number, turns = next(numbered)
+            heapq.heapreplace(ends, (ends[0][0] + sampled_tokens(turns), number, turns))
+        return [UnderWay(number, turns, sampled_tokens(turns) - end + STEADY_STEPS) for end, number, turns in ends]
+
+    def steady_conversations(self, vocab: int, running: int) -> Iterator[Conversation]:
+        """Yield what is left of those that run at one moment of steady traffic, and then conversations without end."""
+        conversations, rng = self.conversations(vocab), random.Random(1)
+        for each in self.under_way(conversations, running):
+            yield each.rest(rng, vocab)
+        yield from conversations
 
 
 TRAFFIC = {

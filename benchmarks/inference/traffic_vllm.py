@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import random
 import sys
 import time
 from collections.abc import Iterator
@@ -29,16 +28,15 @@ VOCAB = 150_000
 
 async def measure(engine: AsyncLLM, name: str, options: dict[str, Any], numbers: Iterator[int]) -> dict[str, float]:
     traffic = TRAFFIC[name]
-    conversations = traffic.conversations(VOCAB)
-    rng = random.Random(1)
+    conversations = traffic.steady_conversations(VOCAB, options["max_running"])
     sampled = [0]
 
-    async def converse(turns: Conversation, share: float) -> None:
+    async def converse(turns: Conversation) -> None:
         tokens: list[int] = []
         for turn in turns:
             tokens = tokens + turn.tokens
             params = SamplingParams(
-                max_tokens=max(1, int(share * turn.completion)),
+                max_tokens=turn.completion,
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
@@ -52,10 +50,8 @@ async def measure(engine: AsyncLLM, name: str, options: dict[str, Any], numbers:
                 tokens = tokens + list(new)
 
     async def keep_asking() -> None:
-        share = rng.random()  # of the first completion, so that requests end evenly from the start
         while True:
-            await converse(next(conversations), share)
-            share = 1.0
+            await converse(next(conversations))
 
     def sampled_so_far() -> int:
         """Return the sampled tokens, those of requests that are not finished included."""
