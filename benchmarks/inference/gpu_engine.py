@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from benchmarks.inference.traffic_jobs import LENGTHS
+from benchmarks.inference.traffic_jobs import GROUP, TRAFFIC
 from benchmarks.models import qwen3_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -36,8 +35,9 @@ VOCAB = 151_936
 HEADS, KEY_HEADS, DIM, HIDDEN, INNER, LAYERS = 16, 8, 128, 1024, 3072, 28
 SHAPES = {"0.5b": (14, 2, 64), "0.6b": (HEADS, KEY_HEADS, DIM), "4b": (32, 8, 128)}
 """Query heads, key heads and dimensions of attention."""
-LAUNCHES = [(64, 4, 3), (64, 2, 3), (64, 4, 2), (64, 8, 3), (128, 4, 3), (32, 4, 4), (32, 2, 4)]
+LAUNCHES = [(64, 4, 3), (64, 2, 3), (64, 4, 2), (64, 2, 2), (32, 4, 2), (32, 2, 2), (32, 2, 4)]
 """Keys of a tile, warps, stages."""
+KERNEL_TRAFFIC = ("gsm8k", "reasoning", "tools")
 PROGRAMS = (256, 512, 1024, 2048)
 WARM_UP, MEASURED = 8, 40
 """Decode steps before those that are measured, and these."""
@@ -85,40 +85,65 @@ def copy_ceiling() -> float:
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source), calls=2, runs=5) * 1e3
 
 
+class Running(NamedTuple):
+    """A request that runs at one moment."""
+
+    group: int
+    """Requests of one group share their prompt."""
+    prompt: int
+    length: int
+
+
+def running_requests(name: str, count: int) -> list[Running]:
+    """Return what runs at one moment of steady traffic."""
+    traffic, rng = TRAFFIC[name], random.Random(0)
+    return [
+        Running(each.number // GROUP, len(each.turns[0].tokens), len(each.rest(rng, VOCAB)[0].tokens))
+        for each in traffic.under_way(traffic.conversations(VOCAB), count)
+    ]
+
+
 def kernels() -> None:
     ceiling = copy_ceiling()
     say(f"copy ceiling {ceiling / 1e12:.2f} TB/s")
-    lengths = {f"{count} x {length}": np.full(count, length) for count, length in ((256, 540), (32, 2000), (8, 32768))}
+    workloads = {f"{count} of {name}": running_requests(name, count) for name in KERNEL_TRAFFIC for count in (256, 32)}
+    workloads |= {
+        f"{count} x {length}": [Running(group, 0, length) for group in range(count)]
+        for count, length in ((256, 540), (8, 32768))
+    }
     for shape in SHAPES:
-        for name, each in {"256 of GSM8K": running_lengths(256), **lengths}.items():
-            attention(shape, name, each, ceiling)
+        for name, requests in workloads.items():
+            attention(shape, name, requests, ceiling)
     for rows in (256, 1024):
         sampling(rows)
 
 
-def running_lengths(count: int) -> np.ndarray:
-    """Tokens of requests that run at one moment of GSM8K's traffic: long ones are more likely to run."""
-    pairs = json.loads(LENGTHS.read_text())["gsm8k"]
-    rng = random.Random(0)
-    completions = rng.choices(pairs["completion_tokens"], pairs["completion_tokens"], k=count)
-    prompts = rng.choices(pairs["prompt_tokens"], k=count)
-    return np.array([p + rng.randint(1, c) for p, c in zip(prompts, completions, strict=True)])
+def block_tables(requests: list[Running]) -> tuple[Tensor, int]:
+    """Return tables of blocks in any order, of which the full ones of a group's prompt are shared, and their number."""
+    counts = [blocks_for(each.length) for each in requests]
+    order: Iterator[int] = iter((torch.randperm(sum(counts)) + 1).tolist())
+    tables = torch.zeros(len(requests), max(counts), dtype=torch.int32)
+    prompts: dict[int, Tensor] = {}
+    for table, request, count in zip(tables, requests, counts, strict=True):
+        table[:count] = torch.tensor([next(order) for _ in range(count)])
+        shared = request.prompt // BLOCK_SIZE
+        table[:shared] = prompts.setdefault(request.group, table[:shared].clone())
+    return tables.to(DEVICE), sum(counts) + 1
 
 
-def attention(shape: str, name: str, lengths: np.ndarray, ceiling: float) -> None:
-    """The decode kernel with several launch parameters and numbers of programs beside one per request and head."""
+def attention(shape: str, name: str, requests: list[Running], ceiling: float) -> None:
+    """The decode kernel with several launch parameters and numbers of programs beside one per request and head.
+
+    Rates count the keys and values of each request, also those that are shared, which may be read once.
+    """
     from headrace.inference.embedded.cuda.attention_kernels import Launch, PartialResults, decode_attention, store
     from headrace.inference.embedded.cuda.rows import EXTRA_PROGRAMS, split_into_items
 
     heads, key_heads, dim = SHAPES[shape]
     torch.manual_seed(0)
-    counts = [blocks_for(int(length)) for length in lengths]
-    order = iter(torch.randperm(sum(counts)).int() + 1)
-    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    for row, count in enumerate(counts):
-        tables[row, :count] = torch.stack([next(order) for _ in range(count)])
-    tables = tables.to(DEVICE)
-    slots = (sum(counts) + 1) * BLOCK_SIZE
+    lengths = np.array([request.length for request in requests])
+    tables, blocks = block_tables(requests)
+    slots = blocks * BLOCK_SIZE
     storage = torch.randn(2, slots, key_heads, dim, device=DEVICE, dtype=torch.bfloat16)
     queries = torch.randn(len(lengths), heads, dim, device=DEVICE, dtype=torch.bfloat16)
     expected = _plain_attention(queries[0], storage, tables[0], int(lengths[0]))

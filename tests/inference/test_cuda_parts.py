@@ -50,12 +50,12 @@ def sent(rows: StepRows, name: str) -> list[Any]:
     "lengths", [[1], [5, 5000], [700] * 40, [128, 129, 64, 1, 0, 9000, 33, 0], list(range(1, 400, 7))]
 )
 @pytest.mark.parametrize("spare", [1, 7, 256])
-def test_items_cover_every_key_once_and_fit(lengths: list[int], spare: int) -> None:
+def test_items_cover_every_key_once_and_fit_with_those_of_long_requests_first(lengths: list[int], spare: int) -> None:
     limit = len(lengths) + spare
     items = split_into_items(np.array(lengths), limit)
     assert len(items) <= limit
     next_item = 0
-    for row, length in enumerate(lengths):
+    for length, row in sorted(zip(lengths, range(len(lengths)), strict=True), key=lambda each: -each[0]):
         first, count = items[next_item, 3:]
         assert first == next_item
         own = items[first : first + count]

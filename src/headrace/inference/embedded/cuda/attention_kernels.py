@@ -36,12 +36,12 @@ class Launch(NamedTuple):
     tile: int = 64
     """Keys per iteration."""
     warps: int = 4
-    stages: int = 3
+    stages: int = 2
 
     @classmethod
     def for_keys_of(cls, size: int) -> Launch:
         """Return the fastest ones for keys of so many bytes, by `benchmarks.inference.gpu_engine kernels`."""
-        return cls(warps=2 if size <= MAX_NARROW_KEY_BYTES else 4)
+        return cls(warps=2, stages=3) if size <= MAX_NARROW_KEY_BYTES else cls()
 
 
 MAX_NARROW_KEY_BYTES = 128

@@ -10,7 +10,8 @@ The token of a row may still be on the device: then `sources` has the row that s
 
 Attention splits the keys of decode tokens into items of about the same length, so that the whole GPU has work. The
 number of items is fixed by the CUDA graph, and their length follows from the requests: many requests have one item
-each, few long ones have many. Prefills are split into tiles of tokens.
+each, few long ones have many. The longest requests come first, so that the last programs to start are short ones.
+Prefills are split into tiles of tokens.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ class PrefillRow(NamedTuple):
 def split_into_items(lengths: np.ndarray, limit: int) -> np.ndarray:
     """Split requests with these numbers of keys into at most `limit` items, of which each has one or more.
 
-    Returns [item, 5]: request, first key, the key after the last, the request's first item, and how many it has.
+    Returns [item, 5], those of the longest request first: request, first key, the key after the last, the request's
+    first item, and how many it has.
     """
+    order = np.argsort(-lengths, kind="stable")
+    lengths = lengths[order]
     requests = len(lengths)
     spare = limit - requests
     longest = max(MIN_ITEM_KEYS, -(-int(lengths.sum()) // spare))
@@ -64,7 +68,7 @@ def split_into_items(lengths: np.ndarray, limit: int) -> np.ndarray:
     owners = np.repeat(np.arange(requests), counts)
     begins = (np.arange(len(owners)) - firsts[owners]) * even[owners]
     ends = np.minimum(begins + even[owners], lengths[owners])
-    return np.stack([owners, begins, ends, firsts[owners], counts[owners]], 1)
+    return np.stack([order[owners], begins, ends, firsts[owners], counts[owners]], 1)
 
 
 class StepInputs:
