@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from headrace.inference.backend import RequestCancelled
 from headrace.inference.embedded import scheduler as scheduler_module
+from headrace.inference.embedded.cuda import weight_copies
 from headrace.inference.embedded.engine import Engine
 from headrace.inference.embedded.projections import join_projections, separate_projections
 from headrace.inference.rounding import MAX_ROUNDING_RATIO, WiderType, typical_difference
 from headrace.inference.schema import SamplingParams
+from headrace.inference.weights.buffers import copy_tensors
 from headrace.inference.weights.published import PublishedWeights
 from headrace.rollout.version import Version
 
@@ -43,6 +45,8 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+SLEEP_CYCLES = 10_000_000
+"""About five milliseconds."""
 FLOAT32_ROUNDING = 1e-5
 """Of logprobs that are about 10, in steps of 1e-6: the model's own code may happen to round less."""
 
@@ -201,6 +205,44 @@ def test_new_weights_are_used_from_the_next_token_on(kv_on_update: Any) -> None:
     if kv_on_update == "recompute":
         assert_exact(requests, models)
     assert_exact([last], models)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_each_step_uses_one_version_while_weights_are_copied_beside_it(
+    compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and copies begin late, so that one that does not wait for another comes before it."""
+    steps = torch.cuda.current_stream()
+    late_copies = 0
+
+    def copy_late(pairs: Any) -> Any:
+        nonlocal late_copies
+        if torch.cuda.current_stream() != steps:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            late_copies += 1
+        return copy_tensors(pairs)
+
+    monkeypatch.setattr(weight_copies, "MIN_BYTES", 0)
+    monkeypatch.setattr(weight_copies, "copy_tensors", copy_late)
+    models = [make_plain_model(seed=seed) for seed in range(2)]
+    versions = {Version(0, step): models[step % 2] for step in range(30)}
+    engine = Engine(make_model(), max_model_len=256, max_running=8, compile=compile)
+    rng = random.Random(6)
+    requests = [
+        engine.submit(make_prompt(rng, length), SamplingParams(max_tokens=100, ignore_eos=True)) for length in (5, 70)
+    ]
+    for step, version in enumerate(versions):
+        if step:
+            engine.install(PublishedWeights(version, "", models[step % 2].state_dict()))
+        if step % 3 == 0:  # with a prefill beside the graph
+            params = SamplingParams(max_tokens=7, ignore_eos=True, prompt_logprobs=0)
+            requests.append(engine.submit(make_prompt(rng, 20), params))
+        for _ in range(rng.choice([1, 2, 4])):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            engine.step()
+    run_all(engine)
+    assert late_copies == 2 * (len(versions) - 1)
+    assert_exact(requests, versions)
 
 
 def test_a_restored_cache_works_with_the_same_graphs() -> None:

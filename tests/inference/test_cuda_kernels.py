@@ -27,6 +27,8 @@ from headrace.inference.embedded.cuda.attention_kernels import (  # noqa: E402
     store,
 )
 from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, sample_tokens  # noqa: E402
+from headrace.inference.weights import buffers  # noqa: E402
+from headrace.inference.weights.digest_kernel import TILE_WORDS, TILES, add_digest  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -207,6 +209,14 @@ def test_new_keys_and_values_go_to_their_slots_unless_negative() -> None:
         if slot >= 0:
             expected[0, slot], expected[1, slot] = keys[token], values[token]
     assert torch.equal(caches, expected)
+
+
+@pytest.mark.parametrize("words", [1, TILE_WORDS, 2 * TILE_WORDS * TILES + 3])
+def test_the_digest_is_that_of_a_cpu(words: int) -> None:
+    row = torch.randint(-(2**63), 2**63 - 1, (words,), generator=torch.Generator().manual_seed(0))
+    total = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    add_digest(row.to(DEVICE), total, *buffers.MIXING)
+    assert int(total) == int(buffers.digest(row.view(torch.uint8)))
 
 
 def chosen(logits: torch.Tensor, temperatures: list[float], uniforms: list[float], tile: int) -> torch.Tensor:

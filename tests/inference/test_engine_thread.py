@@ -166,7 +166,7 @@ def test_tokens_of_a_step_that_a_call_finishes_are_sent_before_the_next_step(
 def test_an_update_that_breaks_off_ends_the_engine(
     make_model: Callable[[int], Any], publish: Callable[[Any, Version], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_off(_: PublishedWeights, parameters: Any) -> None:
+    def break_off(_: PublishedWeights, parameters: Any, copy: Any) -> None:
         parameters["model.embed_tokens.weight"].zero_()
         raise RuntimeError("out of memory")
 

@@ -311,11 +311,11 @@ class Engine:
     def install(self, published: PublishedWeights) -> None:
         """Install weights that were read, between two steps; `published` must then be released.
 
-        Weights on the GPU are copied after the step in flight, while its output is read and the next step is planned.
+        Copies within the GPU are queued behind the step in flight, whose output is read meanwhile.
         """
         if not published.is_on_gpu:
             self.finish_step()  # its tokens need not wait for copies from the host
-        published.install(self._parameters)
+        published.install(self._parameters, self.runner.copy_weights)
         self.finish_step()
         self._weights = Weights(published.version, self._weights.installed + 1)
         for request in self.scheduler.running:

@@ -30,6 +30,7 @@ from headrace.inference.embedded.scheduler import Chunk, StepPlan
 from headrace.inference.experts import compute_lone_tokens_twice
 from headrace.inference.latents import expected_embeddings, gaussian_logprobs, input_embeddings, noise_scale
 from headrace.inference.schema import LatentParams
+from headrace.inference.weights.buffers import copy_tensors
 
 
 class StepOutput(NamedTuple):
@@ -111,6 +112,10 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan, unverified_blocks: list[int]) -> LaunchedStep:
         """Start a step, after clearing `unverified_blocks` and emptying that list."""
+
+    def copy_weights(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copy new weights into the model's, pairs of target and source; return the end of copies that are queued."""
+        return copy_tensors(pairs)
 
     @property
     def cache_bytes(self) -> int:

@@ -9,7 +9,7 @@ memory is too small to keep them: one by one while the engine pauses, so that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.inference.latents import read_gates
 from headrace.inference.memory import keeps_base_in_memory
-from headrace.inference.weights.buffers import free_staging, stage
+from headrace.inference.weights.buffers import copy_tensors, free_staging, stage
 from headrace.inference.weights.file_layout import expert_slices
 from headrace.inference.weights.link import Received
 from headrace.inference.weights.reading import WeightsError, abbreviate, check_digest, read_checked_marker
@@ -33,6 +33,8 @@ from headrace.transport.files import require_regular
 from headrace.transport.weights_link import is_linked
 
 Receive = Callable[[Path, Version], Received]
+Copy = Callable[[Sequence[tuple[Tensor, Tensor]]], torch.cuda.Event | None]
+"""Copies pairs of target and source, and returns the end of the copies if they are only queued."""
 
 
 class PublishedWeights(msgspec.Struct):
@@ -50,11 +52,8 @@ class PublishedWeights(msgspec.Struct):
     def is_on_gpu(self) -> bool:
         return not isinstance(self.tensors, MergedTensors) and all(tensor.is_cuda for tensor in self.tensors.values())
 
-    def install(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copy the tensors into a model's parameters in place; raises `WeightsError` only before any is changed.
-
-        Copies within a GPU are only queued.
-        """
+    def install(self, parameters: Mapping[str, Tensor], copy: Copy = copy_tensors) -> None:
+        """Copy the tensors into a model's parameters in place; raises `WeightsError` only before any is changed."""
         tensors = self.tensors
         addresses = {parameters[name].data_ptr() for name in tensors if name in parameters}
         tied = {
@@ -63,19 +62,14 @@ class PublishedWeights(msgspec.Struct):
         mismatch = find_mismatch(parameters, tensors, tied)
         if mismatch is not None:
             raise WeightsError(mismatch)
-        targets = [parameters[name] for name in tensors]
-        with torch.no_grad():
-            if isinstance(tensors, MergedTensors):  # one by one, since there is no memory for all of them
-                try:
-                    for name, target in zip(tensors, targets, strict=True):
-                        target.copy_(tensors[name])
-                except WeightsError as error:
-                    raise OSError(str(error)) from error
-            else:
-                torch._foreach_copy_(targets, [*tensors.values()])
-        if targets[0].is_cuda:
-            self.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self.copied.record(torch.cuda.current_stream(targets[0].device))
+        if not isinstance(tensors, MergedTensors):
+            self.copied = copy([(parameters[name], tensor) for name, tensor in tensors.items()])
+            return
+        try:
+            for name in tensors:  # one by one, since there is no memory for all of them
+                self.copied = copy_tensors([(parameters[name], tensors[name])])
+        except WeightsError as error:
+            raise OSError(str(error)) from error
 
     def release(self) -> None:
         """Wait for the copies of the tensors, and drop these."""

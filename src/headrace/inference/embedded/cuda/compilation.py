@@ -30,8 +30,7 @@ class CompiledLayers:
 
     def __init__(self, model: Any) -> None:
         self._is_on = False
-        kinds = set(model._no_split_modules or ())
-        for module in [module for module in model.modules() if type(module).__name__ in kinds]:
+        for module in model_layers(model):
             plain = getattr(module.forward, "plain", module.forward)  # of a model that had an engine before
             module.forward = self._switchable(plain, torch.compile(plain, dynamic=True))
 
@@ -56,6 +55,12 @@ class CompiledLayers:
         return forward
 
 
+def model_layers(model: Any) -> list[torch.nn.Module]:
+    """Return the layers of a model in the order of their use."""
+    kinds = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
 def batch_sizes(largest: int) -> list[int]:
     """Return 2, 4, 8, ... and from 32 on also the middle between two; the last is at least `largest`."""
     sizes = [2]
@@ -75,11 +80,17 @@ def mixed_sizes(rows: int) -> list[int]:
 
 
 class StepGraphs(Generic[K, T]):
-    """CUDA graphs of `compute(shape)`; its result is overwritten by the next run of any shape."""
+    """CUDA graphs of `compute(shape)`; its result is overwritten by the next run of any shape.
 
-    def __init__(self, compute: Callable[[K], T]) -> None:
+    If `compute` calls `split`, a shape has two graphs, and `between` is called between them.
+    """
+
+    def __init__(self, compute: Callable[[K], T], between: Callable[[], None] = lambda: None) -> None:
         self._compute = compute
-        self._captured: dict[K, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._between = between
+        self._captured: dict[K, tuple[list[torch.cuda.CUDAGraph], T]] = {}
+        self._capturing: list[torch.cuda.CUDAGraph] = []
+        """The graphs so far of the shape that is being captured."""
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, shapes: Iterable[K], prepare: Callable[[K], None] = lambda shape: None) -> None:
@@ -97,23 +108,41 @@ class StepGraphs(Generic[K, T]):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             for shape in shapes:
-                # Not `torch.cuda.graph`, which synchronizes and empties the allocator's cache before each capture.
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads may allocate
+                self._begin_graph()
                 try:
                     result = self._compute(shape)
                 finally:
-                    graph.capture_end()
-                self._captured[shape] = graph, result
+                    self._capturing[-1].capture_end()
+                    graphs, self._capturing = self._capturing, []
+                self._captured[shape] = graphs, result
         torch.cuda.current_stream().wait_stream(stream)
+
+    def split(self) -> None:
+        """End the graph that is being captured, if there is one, and begin the next."""
+        if self._capturing:
+            self._capturing[-1].capture_end()
+            self._begin_graph()
+
+    def _begin_graph(self) -> None:
+        # Not `torch.cuda.graph`, which synchronizes and empties the allocator's cache before each capture.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads may allocate
+        self._capturing.append(graph)
+
+    @property
+    def are_halved(self) -> bool:
+        return all(len(graphs) == 2 for graphs, _ in self._captured.values())
 
     def result(self, shape: K) -> T:
         """Return what the last run of this shape wrote."""
         return self._captured[shape][1]
 
     def run(self, shape: K) -> T:
-        graph, result = self._captured[shape]
-        graph.replay()
+        graphs, result = self._captured[shape]
+        for number, graph in enumerate(graphs):
+            if number:
+                self._between()
+            graph.replay()
         return result
 
 

@@ -19,8 +19,8 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,12 +37,14 @@ from headrace.inference.embedded.cuda.compilation import (
     StepGraphs,
     batch_sizes,
     mixed_sizes,
+    model_layers,
 )
 from headrace.inference.embedded.cuda.kv_storage import KVStorage
 from headrace.inference.embedded.cuda.launched_step import NOT_DRAFTED, CudaStep, SampledPart, StepTimes
 from headrace.inference.embedded.cuda.rows import MAX_PREFILLS, PrefillRow, StepRows
 from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, mask_tokens, sample_tokens
 from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, StepShape, can_flash, join_chunks
+from headrace.inference.embedded.cuda.weight_copies import WeightCopies, worth_dividing
 from headrace.inference.embedded.grammar import Masks, compute_masks, start_masks
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.routes import RouteCache
@@ -54,6 +56,7 @@ from headrace.inference.embedded.runner import (
     token_inputs,
 )
 from headrace.inference.embedded.scheduler import CHUNK_TOKENS, Chunk, StepPlan
+from headrace.inference.weights.buffers import copy_tensors
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +122,10 @@ class CudaRunner:
         """Memory for the sampled tokens of two steps, and when a step began and wrote it."""
         self._staged_masks = torch.zeros(largest, words, dtype=torch.int32, pin_memory=pinned)
         self._masks = torch.zeros(largest, words, dtype=torch.int32, device=self._device)
+        self._copies: WeightCopies | None = None
+        """Of a large model, whose graphs are divided."""
         self._layers = CompiledLayers(model) if compile else None
-        self._graphs = StepGraphs(self._compute) if graphs else None
+        self._graphs = StepGraphs(self._compute, self._pass_middle) if graphs else None
         self._masked_graphs: StepGraphs[StepShape, None] | None = None
         with torch.inference_mode():
             self._warm_up()
@@ -138,7 +143,10 @@ class CudaRunner:
             shape, logits = self._run_rows(decodes, prefills, plan.drafts)
             parts.append(self._sampled_part(prefills, plan.drafts, logits))
         if others:
+            if self._copies is not None:
+                self._copies.wait()
             requests, prefill_logits = self._prefill(plan, others)
+            self._pass_middle()
             if prefill_logits is not None:
                 parts.append(SampledPart(requests, range(len(requests)), prefill_logits, self._largest, self._model))
         if times is not None:
@@ -150,6 +158,13 @@ class CudaRunner:
             self._read_sampled(host, times)
             late = None if is_plain else partial(start_masks, plan.requests)
         return CudaStep(parts, host, times, is_plain and not plan.drafts, late)
+
+    def copy_weights(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        return copy_tensors(pairs) if self._copies is None else self._copies.copy(pairs)
+
+    def _pass_middle(self) -> None:
+        if self._copies is not None:
+            self._copies.pass_middle()
 
     def _sampled_part(
         self, prefills: Sequence[PrefillRow], drafts: Mapping[Request, Sequence[int]], logits: Tensor
@@ -309,11 +324,28 @@ class CudaRunner:
             shapes = [StepShape(size, has_prefill=False) for size in self._sizes]
             shapes += [StepShape(size, has_prefill=True) for size in self._mixed_sizes]
             shapes.sort(reverse=True)
-            self._graphs.capture(shapes, self._send_no_requests)
+            with self._divide(self._graphs):
+                self._graphs.capture(shapes, self._send_no_requests)
             logits_of = self._graphs.result
             self._masked_graphs = StepGraphs(lambda shape: self._sample_masked(logits_of(shape)))
             self._masked_graphs.capture(shapes)
             log.info("steps of %d shapes captured in %.1f s", len(shapes), time.monotonic() - start)
+
+    @contextmanager
+    def _divide(self, graphs: StepGraphs[StepShape, Tensor]) -> Iterator[None]:
+        """Divide graphs that are captured in the block before the middle layer, if the model is large."""
+        layers = model_layers(self._model)
+        if not worth_dividing(layers):
+            yield
+            return
+        self._copies = WeightCopies(layers, self._device)
+        hook = self._copies.middle.register_forward_pre_hook(lambda *_: graphs.split())
+        try:
+            yield
+        finally:
+            hook.remove()
+        if not graphs.are_halved:  # that layer is not used once in every step
+            self._copies = None
 
     def _send_no_requests(self, shape: StepShape) -> None:
         self._rows.arrange([], [], shape.tokens)
