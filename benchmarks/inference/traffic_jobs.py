@@ -20,8 +20,8 @@ TURNS = (3, 8)
 TURN_PROMPT = (150, 400)
 TURN_COMPLETION = (20, 90)
 TURN_RESULT = (20, 200)
-STEADY_STEPS = 8192
-"""Tokens after which traffic is steady: twice the longest completion."""
+STEADY_AFTER = 4
+"""Traffic is steady after so many of the longest completions, if the first ones begin at different times."""
 
 
 class Turn(NamedTuple):
@@ -47,7 +47,7 @@ class UnderWay(NamedTuple):
     """Tokens of its completions so far."""
 
     def rest(self, rng: random.Random, vocab: int) -> Conversation:
-        """Return what is left of it; its first turn begins with random tokens in the place of the sampled ones."""
+        """Return what is left of it; its first turn has random tokens in the place of those that are sampled."""
         tokens: list[int] = []
         left = self.sampled
         for number, turn in enumerate(self.turns):
@@ -99,13 +99,17 @@ class Traffic(NamedTuple):
     def under_way(self, conversations: Iterator[Conversation], running: int) -> list[UnderWay]:
         """Return what runs once traffic is steady, if so many conversations run at once and sample a token in each
         step; long ones are more likely to. Later ones are left in the iterator."""
+        rng, steps = random.Random(0), STEADY_AFTER * self.max_tokens
         numbered = enumerate(conversations)
-        ends = [(sampled_tokens(turns), number, turns) for number, turns in itertools.islice(numbered, running)]
+        ends = [
+            (rng.randint(1, sampled_tokens(turns)), number, turns)
+            for number, turns in itertools.islice(numbered, running)
+        ]
         heapq.heapify(ends)
-        while ends[0][0] <= STEADY_STEPS:
+        while ends[0][0] <= steps:
             number, turns = next(numbered)
             heapq.heapreplace(ends, (ends[0][0] + sampled_tokens(turns), number, turns))
-        return [UnderWay(number, turns, sampled_tokens(turns) - end + STEADY_STEPS) for end, number, turns in ends]
+        return [UnderWay(number, turns, sampled_tokens(turns) - end + steps) for end, number, turns in ends]
 
     def steady_conversations(self, vocab: int, running: int) -> Iterator[Conversation]:
         """Yield what is left of those that run at one moment of steady traffic, and then conversations without end."""

@@ -27,12 +27,14 @@ def test_traffic_starts_in_the_middle_of_conversations(name: str) -> None:
     assert any(each.sampled for each in under_way)
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "reasoning"])
-def test_conversations_run_at_one_moment_in_proportion_to_their_lengths(name: str) -> None:
+@pytest.mark.parametrize("name", ["gsm8k", "reasoning", "tools"])
+def test_half_of_each_conversation_is_sampled_on_average_and_long_ones_run_more_often(name: str) -> None:
     traffic = TRAFFIC[name]
-    lengths = [sampled_tokens(turns) for turns in islice(traffic.conversations(VOCAB), 8000)]
-    expected = sum(length**2 for length in lengths) / sum(lengths)
-    running = [sampled_tokens(each.turns) for each in traffic.under_way(traffic.conversations(VOCAB), RUNNING)]
-    error = stdev(running) / RUNNING**0.5
-    assert abs(mean(running) - expected) < 4 * error
-    assert expected - mean(lengths) > 4 * error  # the test can fail
+    lengths = [sampled_tokens(turns) for turns in islice(traffic.conversations(VOCAB), 3000)]
+    expected = sum(length**2 for length in lengths) / sum(lengths) / 2
+    sampled = [
+        each.sampled for seed in range(8) for each in traffic.under_way(traffic.conversations(VOCAB, seed), RUNNING)
+    ]
+    error = stdev(sampled) / len(sampled) ** 0.5
+    assert abs(mean(sampled) - expected) < 4 * error
+    assert expected - mean(lengths) / 2 > 4 * error  # the test would see it if all were equally likely to run
