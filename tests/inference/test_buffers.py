@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.inference.weights import buffers
-from headrace.inference.weights.buffers import as_bytes, digest, view_tensors
+from headrace.inference.weights.buffers import as_bytes, compiled_digest, digest, view_tensors
 from headrace.transport.weights_link import TensorSpan
 
 MASK = (1 << 64) - 1
@@ -35,6 +35,10 @@ def test_the_digest_matches_its_definition(monkeypatch: pytest.MonkeyPatch) -> N
     assert int(digest(as_row(content))) == by_hand(content)
     monkeypatch.setattr(buffers, "DIGEST_WORDS", 8)
     assert int(digest(as_row(content))) == by_hand(content)
+
+
+def test_without_a_kernel_for_the_device_digests_are_computed_by_torch() -> None:
+    assert compiled_digest(torch.device("cpu")) is None
 
 
 def test_every_bit_and_the_order_of_words_matter() -> None:

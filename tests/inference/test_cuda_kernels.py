@@ -215,6 +215,7 @@ def test_new_keys_and_values_go_to_their_slots_unless_negative() -> None:
 def test_the_digest_is_that_of_a_cpu(words: int) -> None:
     row = torch.randint(-(2**63), 2**63 - 1, (words,), generator=torch.Generator().manual_seed(0))
     total = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    assert buffers.compiled_digest(DEVICE) is add_digest
     add_digest(row.to(DEVICE), total, *buffers.MIXING)
     assert int(total) == int(buffers.digest(row.view(torch.uint8)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -100,12 +100,12 @@ def digest(row: Tensor) -> Tensor:
     """
     words = row.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=row.device)
-    if row.is_cuda and find_spec("triton") is not None:
-        from headrace.inference.weights.digest_kernel import add_digest
-
+    if row.is_cuda:
         with torch.cuda.device(row.device):
-            add_digest(words, total, *MIXING)
-        return total
+            add_digest = compiled_digest(row.device)
+            if add_digest is not None:
+                add_digest(words, total, *MIXING)
+                return total
     step, *factors = MIXING
     at_once = min(DIGEST_WORDS, len(words))
     positions = torch.arange(at_once, device=row.device) * step
@@ -122,6 +122,22 @@ def digest(row: Tensor) -> Tensor:
             mixed *= factor
         total += mixed.sum()
     return total
+
+
+@cache
+def compiled_digest(device: torch.device) -> Callable[..., None] | None:
+    """Return `add_digest` if it works on the current device: it needs Triton and a C compiler, which torch does not."""
+    try:
+        from headrace.inference.weights.digest_kernel import add_digest
+
+        words, total = (torch.zeros(count, dtype=torch.int64, device=device) for count in (16, 1))
+        add_digest(words, total, *MIXING)
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        log.warning("digests of weights are computed by torch, which takes longer: %s", error)
+        return None
+    return add_digest
 
 
 def digests(row: Tensor, spans: Iterable[tuple[int, int]]) -> list[int]:

@@ -1,6 +1,6 @@
 """The digest of `buffers` as one kernel, which reads every byte once; torch's own operations need twelve passes.
 
-Imported only on a GPU, since triton comes with torch for GPUs.
+Imported only on a GPU: triton comes with torch for GPUs.
 """
 
 from __future__ import annotations
