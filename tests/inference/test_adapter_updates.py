@@ -132,7 +132,7 @@ def test_tensors_that_are_merged_one_by_one_are_those_that_are_merged_at_once(
     assert isinstance(expected, dict)
     assert lazy.keys() == expected.keys()
     assert find_mismatch(parameters, lazy, optional=set(parameters) - set(lazy)) is None
-    # Not by the engine's copies, which may be queued on several streams while the next tensor takes the memory of this.
+    # `copy` may queue copies in several streams, while the next tensor takes the memory of the one before.
     PublishedWeights(V1, "", lazy).install(parameters, copy=pytest.fail)
     assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 

@@ -3,23 +3,30 @@
 import gc
 import random
 import threading
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
 from headrace.inference.embedded.block_manager import BLOCK_SIZE
+from headrace.inference.embedded.cuda import weight_copies
 from headrace.inference.embedded.cuda.compilation import (
     MAX_MIXED_PREFILL,
     MAX_PROGRAMS,
     CompiledLayers,
     batch_sizes,
     gc_disabled,
+    layers_in_use,
     mixed_sizes,
 )
 from headrace.inference.embedded.cuda.rows import MIN_ITEM_KEYS, UNUSED, PrefillRow, StepRows, split_into_items
+from headrace.inference.embedded.cuda.weight_copies import WeightCopies
+from headrace.inference.embedded.projections import join_projections
 from headrace.inference.embedded.request import Request
 from headrace.inference.schema import SamplingParams
 
@@ -183,3 +190,67 @@ def test_layers_may_have_many_programs_on_whichever_thread_computes(model: Any) 
     thread.start()
     thread.join()
     assert limits[0] >= MAX_PROGRAMS
+
+
+def make_model() -> Any:
+    config = transformers.Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_layers_are_in_the_order_of_their_use() -> None:
+    model = make_model()
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+    assert layers_in_use(model, lambda: model(torch.zeros(1, 2, dtype=torch.long))) == [*model.model.layers]
+
+
+def test_layers_that_are_used_twice_or_within_others_are_no_sequence() -> None:
+    model = make_model()
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    assert layers_in_use(model, lambda: [model(tokens) for _ in range(2)]) == []
+    first, second, *others = model.model.layers
+    model.model.layers = torch.nn.ModuleList([first, *others])
+    first.inner, plain = second, first.forward
+    first.forward = lambda hidden, **settings: plain(first.inner(hidden, **settings), **settings)
+    assert layers_in_use(model, lambda: model(tokens)) == []
+
+
+class FakeStream:
+    def wait_event(self, _: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event
+
+
+def test_halves_of_the_layers_are_copied_apart_from_what_a_step_uses_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    model = make_model()
+    layers = model.model.layers
+    layers[4].input_layernorm.weight = layers[0].input_layernorm.weight
+    layers[1].input_layernorm.weight = model.model.norm.weight
+    join_projections(model)
+    parameters = model.state_dict()
+    sources = {name: tensor.clone() for name, tensor in parameters.items()}
+    names = {id(tensor): name.removeprefix("model.") for name, tensor in sources.items()}
+    monkeypatch.setattr(weight_copies, "copy_tensors", lambda pairs: groups.append([names[id(b)] for _, b in pairs]))
+    WeightCopies(model, layers, torch.device("cpu")).copy([(parameters[name], sources[name]) for name in sources])
+    first, others, second = groups
+    assert {name.split(".")[1] for name in first} == {"0", "1"}
+    assert {name.split(".")[1] for name in second} == {"2", "3", "4"}
+    shared = {"embed_tokens.weight", "lm_head.weight", "norm.weight"}
+    assert {*others} == shared | {f"layers.{number}.input_layernorm.weight" for number in (0, 1, 4)}
+    assert sorted(first + others + second) == sorted(names.values())

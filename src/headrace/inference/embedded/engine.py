@@ -311,7 +311,7 @@ class Engine:
     def install(self, published: PublishedWeights) -> None:
         """Install weights that were read, between two steps; `published` must then be released.
 
-        Copies within the GPU are queued behind the step in flight, whose output is read meanwhile.
+        Copies within the GPU are queued, behind or beside the step in flight, whose output is read meanwhile.
         """
         if not published.is_on_gpu:
             self.finish_step()  # its tokens need not wait for copies from the host

@@ -66,7 +66,8 @@ class PublishedWeights(msgspec.Struct):
             self.copied = copy([(parameters[name], tensor) for name, tensor in tensors.items()])
             return
         try:
-            for name in tensors:  # one by one, since there is no memory for all of them
+            # One by one, since there is no memory for all. In one stream, since the next takes the memory of this one.
+            for name in tensors:
                 self.copied = copy_tensors([(parameters[name], tensors[name])])
         except WeightsError as error:
             raise OSError(str(error)) from error

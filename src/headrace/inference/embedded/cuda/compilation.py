@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn import Module
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -55,10 +56,31 @@ class CompiledLayers:
         return forward
 
 
-def model_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of a model in the order of their use."""
+def model_layers(model: Any) -> list[Module]:
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def layers_in_use(model: Any, compute: Callable[[], Any]) -> list[Module]:
+    """Return the layers that `compute` uses, in this order; none if some are used twice or within others."""
+    begun: list[Module] = []
+    ended: list[Module] = []
+    is_sequence = True
+
+    def begin(layer: Module, _: Any) -> None:
+        nonlocal is_sequence
+        is_sequence &= layer not in begun and len(begun) == len(ended)
+        begun.append(layer)
+
+    layers = model_layers(model)
+    hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda layer, *_: ended.append(layer)) for layer in layers]
+    try:
+        compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return begun if is_sequence else []
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -36,6 +36,7 @@ from headrace.inference.embedded.cuda.compilation import (
     CompiledLayers,
     StepGraphs,
     batch_sizes,
+    layers_in_use,
     mixed_sizes,
     model_layers,
 )
@@ -44,7 +45,7 @@ from headrace.inference.embedded.cuda.launched_step import NOT_DRAFTED, CudaStep
 from headrace.inference.embedded.cuda.rows import MAX_PREFILLS, PrefillRow, StepRows
 from headrace.inference.embedded.cuda.sampling_kernels import TileStats, feed_tokens, mask_tokens, sample_tokens
 from headrace.inference.embedded.cuda.steps import GraphedStep, PrefillStep, StepShape, can_flash, join_chunks
-from headrace.inference.embedded.cuda.weight_copies import WeightCopies, worth_dividing
+from headrace.inference.embedded.cuda.weight_copies import WeightCopies, is_large
 from headrace.inference.embedded.grammar import Masks, compute_masks, start_masks
 from headrace.inference.embedded.request import Request
 from headrace.inference.embedded.routes import RouteCache
@@ -324,6 +325,7 @@ class CudaRunner:
             shapes = [StepShape(size, has_prefill=False) for size in self._sizes]
             shapes += [StepShape(size, has_prefill=True) for size in self._mixed_sizes]
             shapes.sort(reverse=True)
+            self._copies = self._make_copies(shape)
             with self._divide(self._graphs):
                 self._graphs.capture(shapes, self._send_no_requests)
             logits_of = self._graphs.result
@@ -331,20 +333,24 @@ class CudaRunner:
             self._masked_graphs.capture(shapes)
             log.info("steps of %d shapes captured in %.1f s", len(shapes), time.monotonic() - start)
 
+    def _make_copies(self, shape: StepShape) -> WeightCopies | None:
+        if not is_large(model_layers(self._model)):
+            return None
+        layers = layers_in_use(self._model, lambda: self._compute(shape))
+        return WeightCopies(self._model, layers, self._device) if len(layers) > 1 else None
+
     @contextmanager
     def _divide(self, graphs: StepGraphs[StepShape, Tensor]) -> Iterator[None]:
-        """Divide graphs that are captured in the block before the middle layer, if the model is large."""
-        layers = model_layers(self._model)
-        if not worth_dividing(layers):
+        """Divide graphs that are captured in the block before the middle layer, if weights are copied beside steps."""
+        if self._copies is None:
             yield
             return
-        self._copies = WeightCopies(layers, self._device)
         hook = self._copies.middle.register_forward_pre_hook(lambda *_: graphs.split())
         try:
             yield
         finally:
             hook.remove()
-        if not graphs.are_halved:  # that layer is not used once in every step
+        if not graphs.are_halved:
             self._copies = None
 
     def _send_no_requests(self, shape: StepShape) -> None:

@@ -20,14 +20,18 @@ MIN_BYTES = 2 << 30
 
 
 class WeightCopies:
-    """The order of a model's steps and the copies of its weights; `layers` are in the order of their use."""
+    """The order of a model's steps and the copies of its weights; a step uses `layers` one after the other."""
 
-    def __init__(self, layers: Sequence[Module], device: torch.device) -> None:
+    def __init__(self, model: Module, layers: Sequence[Module], device: torch.device) -> None:
         half = len(layers) // 2
         self.middle = layers[half]
         """The first layer of the second half."""
-        first, second = _storages(layers[:half]), _storages(layers[half:])
-        self._first, self._second = first - second, second - first
+        inside = {module for layer in layers for module in layer.modules()}
+        outside = _storages(module for module in model.modules() if module not in inside)
+        first, second = (
+            _storages(module for layer in part for module in layer.modules()) for part in (layers[:half], layers[half:])
+        )
+        self._first, self._second = first - second - outside, second - first - outside
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         """When the queued steps no longer use the first half."""
@@ -41,7 +45,8 @@ class WeightCopies:
             self._second_copied = None
 
     def pass_middle(self) -> None:
-        """Mark the place between the halves of a step in the queue, or the end of one that is not divided."""
+        """Mark the place between the halves of a step in the queue, or the end of one that is not divided; what follows
+        waits for all copies."""
         self.wait()
         self._passed.record()
 
@@ -68,10 +73,12 @@ class WeightCopies:
         return self._second_copied
 
 
-def worth_dividing(layers: Sequence[Module]) -> bool:
-    sizes = {id(each): each.nbytes for layer in layers for each in layer.parameters()}
-    return len(layers) > 1 and sum(sizes.values()) >= MIN_BYTES
+def is_large(layers: Iterable[Module]) -> bool:
+    sizes = {parameter: parameter.nbytes for layer in layers for parameter in layer.parameters()}
+    return sum(sizes.values()) >= MIN_BYTES
 
 
-def _storages(layers: Iterable[Module]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for layer in layers for tensor in layer.state_dict().values()}
+def _storages(modules: Iterable[Module]) -> set[int]:
+    """Return the memory of the modules' own parameters, without that of modules within them."""
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return {parameter.untyped_storage().data_ptr() for parameter in parameters}
