@@ -19,6 +19,7 @@ from headrace.observe.metrics import read_metrics
 from headrace.observe.status import Status
 from headrace.rollout.version import Version
 from headrace.trainer import rl
+from headrace.transport.epochs import DRAFTS, EPOCHS, hold_epoch
 from headrace.transport.run_dir import RunDir
 from tests.trainer.test_trainer_rl import settings, ship, tensors
 
@@ -34,14 +35,15 @@ def new_run(directory: Path) -> RunDir:
 
 
 def train(run: RunDir, model: Path, interval: int, *, resume: bool, kill_at: int) -> int:
-    """Train in a process of its own, which is killed before its change number `kill_at`; returns its exit status."""
+    """Train in a process that is killed before its change number `kill_at`; return its exit status."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     config = settings(run, model, STEPS, interval)
     config.ckpt.keep_last = 1
     status = Status(run.root / "status", "trainer", interval=1e6)
-    sys.addaudithook(killer(kill_at))
-    rl.RlTrainer(config, resume="latest" if resume else None, stopped=threading.Event(), status=status).run()
+    with hold_epoch(run.root, "trainer"):
+        sys.addaudithook(killer(kill_at))
+        rl.RlTrainer(config, resume="latest" if resume else None, stopped=threading.Event(), status=status).run()
     os._exit(0)
 
 
@@ -51,7 +53,7 @@ def killer(kill_at: int):
     def hook(event: str, arguments: tuple) -> None:
         nonlocal changes
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if not (writes or event in CHANGES) or "status" in str(arguments[0]):
+        if not (writes or event in CHANGES) or not {"status", EPOCHS}.isdisjoint(Path(str(arguments[0])).parts):
             return
         changes += 1
         if changes == kill_at:
@@ -62,11 +64,12 @@ def killer(kill_at: int):
 
 
 def leftovers(run: RunDir) -> list[Path]:
-    """Directories that were neither finished nor removed."""
+    """Files and directories that were neither finished nor removed."""
     places = (run.root, run.checkpoints, run.weights.directory)
-    hidden = [path for place in places for path in place.iterdir() if path.name.startswith(".")]
+    drafts = run.root / DRAFTS
+    hidden = [path for place in places for path in place.iterdir() if path.name.startswith(".") and path != drafts]
     versions = [path for place in places[1:] for path in place.iterdir() if path.is_dir()]
-    return hidden + [path for path in versions if not (path / "COMPLETE.json").exists()]
+    return [*hidden, *drafts.iterdir(), *(path for path in versions if not (path / "COMPLETE.json").exists())]
 
 
 def main(directory: Path, model: Path, stride: int, interval: int) -> None:
