@@ -90,7 +90,7 @@ def test_a_run_that_fails_is_continued_once_and_the_others_go_on(tmp_path: Path,
     output, file = tmp_path / "out", tmp_path / "sweep.yaml"
     file.write_text(
         f"run: rl.toml\noutput_dir: {output}\noverrides: {{max_steps: 2}}\nlist:\n"
-        "  - {name: bad, orchestrator.train.env.0.id: 'tests.end_to_end.environments:Nothing'}\n"
+        "  - {name: bad, orchestrator.train.env.0.id: 'tests.end_to_end.environments:Broken'}\n"
         "  - {name: good}\n"
     )
     code, said = headrace("sweep", file, timeout=600)
