@@ -416,14 +416,21 @@ def test_the_age_of_a_status_is_known_at_the_first_look(tmp_path: Path) -> None:
     assert RunReader(run).read().statuses["trainer"].silent_s == pytest.approx(40, abs=20)  # a loaded machine
 
 
-def test_errors_about_memory_are_found_at_the_end_of_a_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        "12:00:00 ERROR the engine died: MemoryError:",
+        "ImportError: libtorch_cpu.so: failed to map segment from shared object",
+    ],
+)
+def test_errors_about_memory_are_found_at_the_end_of_a_log(tmp_path: Path, error: str) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
     Status(run.status, "inference").close("failed")
     log = run.logs / "inference.log"
-    log.write_text("12:00:00 ERROR the engine died: MemoryError: \n12:00:01 stopping\n")
+    log.write_text(f"{error} \n12:00:01 stopping\n")
     (line, _) = RunReader(run).read().memory_errors["inference"]
-    assert line == "12:00:00 ERROR the engine died: MemoryError:"
+    assert line == error
     assert last_lines(log)[-1] == "12:00:01 stopping"
     log.write_text(log.read_text() + "12:10:00 serving\n" * 1000)
     assert RunReader(run).read().memory_errors == {}

@@ -38,8 +38,8 @@ LOG_BYTES = 8 << 10
 """Bytes at the end of a log that are read."""
 CONNECT_S = 0.4
 """Time for a connection to another server."""
-OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "MemoryError")
-"""Texts in the errors of a process that lacks memory."""
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "MemoryError", "failed to map segment")
+"""Texts in the errors of a process that lacks memory; the last one is the dynamic loader's."""
 LONGER = 1.25
 """Multiple of the longest recent time without a sign of progress from which on a run is probably stalled."""
 
