@@ -64,6 +64,7 @@ POLL_S = 0.25
 DECODE_S = 2.0
 """Seconds of decoding in which an engine's own rate is measured, in as many batches as that takes."""
 MAX_DECODE_BATCHES = 40
+DECODE_TIMEOUT_S = 300.0
 DECODE_POLL_S = 0.05 if ON_GPU else 0.02
 RAMP_UP_S = 0.2 if ON_GPU else 0.0
 """Until a batch that runs decodes evenly; a tenth of the lengths on a CPU has no time for that."""
@@ -249,10 +250,10 @@ class Updates:
 
 
 @asynccontextmanager
-async def background(*coroutines: Any) -> AsyncIterator[None]:
+async def background(*coroutines: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        yield
+        yield tasks
         for task in tasks:
             if task.done():
                 task.result()
@@ -324,12 +325,14 @@ async def measure_decoding(server: Server, setting: Setting, running: int) -> fl
 
 
 async def decode_batch(server: Server, prompts: list[list[int]], params: SamplingParams) -> tuple[Counters, Counters]:
-    """Return the counters when all requests run, and before the first ends."""
+    """Return the counters when all requests run, and before the first ends; the same twice if it ends before."""
     while (await server.counters()).running:  # requests that were cancelled
         await asyncio.sleep(0.02)
-    async with background(*(server.client.generate(prompt, params) for prompt in prompts)):
+    async with background(*(server.client.generate(prompt, params) for prompt in prompts)) as requests:
         first = await server.counters()
         while first.running < len(prompts) or first.tokens == 0:
+            if any(request.done() for request in requests):
+                return first, first
             await asyncio.sleep(DECODE_POLL_S)
             first = await server.counters()
         await asyncio.sleep(RAMP_UP_S)
@@ -353,7 +356,8 @@ async def measure_served(
             found = await measure_traffic(server, setting, updates)
             lengths = setting.traffic.lengths
             if lengths not in own:
-                own[lengths] = await measure_decoding(server, setting, round(found["running"]))
+                async with asyncio.timeout(DECODE_TIMEOUT_S):
+                    own[lengths] = await measure_decoding(server, setting, round(found["running"]))
             yield Row(setting, engine, share=found["rate"] / own[lengths] if own[lengths] else None, **found)
     finally:
         trainer.kill()
