@@ -3,12 +3,13 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from headrace.inference.backend import GenerationResult
 from headrace.inference.embedded.engine import Engine
-from headrace.inference.embedded.request import StopStrings
+from headrace.inference.embedded.request import Request, StopStrings
 from headrace.inference.schema import SamplingParams
 from headrace.text.tokenizer import Tokenizer
 from tests.inference.plain_forward import assert_like_plain, run_all
@@ -32,10 +33,10 @@ class Dictated:
         request = self.engine.submit(
             [5, *prompt], SamplingParams(stop=stop, max_tokens=len(sampled), ignore_eos=True, **params)
         )
-        append = request.append
+        append = Request.append
         script = iter(sampled)
-        request.append = lambda token, *rest: append(next(script), *rest)  # type: ignore[method-assign]
-        run_all(self.engine)
+        with patch.object(Request, "append", lambda self, token, *rest: append(self, next(script), *rest)):
+            run_all(self.engine)
         return request.future.result(timeout=0)
 
 

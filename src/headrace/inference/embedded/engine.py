@@ -374,14 +374,8 @@ class Engine:
             if request.is_done or (finished and finished[-1] is request):
                 continue  # it ended, or was cancelled, after this step was launched, or within its draft
             try:
-                has_nan = logprob != logprob
-                if request.prompt_logprobs is not None and not request.has_sampled:
-                    has_nan |= any(score != score for score in request.prompt_logprobs)
-                if has_nan:
-                    raise EngineError(
-                        f"weights {self.version} at temperature {request.params.temperature} gave logits that are not "
-                        "finite (NaN or infinity)"
-                    )
+                if logprob != logprob or request.prompt_logprobs is not None:
+                    self._check_finite(request, logprob)
                 top = alternatives.get(request) if alternatives else None
                 if request.append(token, logprob, log_mass, top, latents.get(request) if latents else None):
                     finished.append(request)
@@ -405,6 +399,17 @@ class Engine:
             self.finished[request.finish_reason] += 1
             self._drafter.add_finished(request)
             request.finish(routes)
+
+    def _check_finite(self, request: Request, logprob: float) -> None:
+        """Raise an error if the logprob of a sampled token, or of the prompt before the first one, is NaN."""
+        has_nan = logprob != logprob
+        if request.prompt_logprobs is not None and not request.has_sampled:
+            has_nan |= any(score != score for score in request.prompt_logprobs)
+        if has_nan:
+            raise EngineError(
+                f"weights {self.version} at temperature {request.params.temperature} gave logits that are not "
+                "finite (NaN or infinity)"
+            )
 
     def _keep_routes(self, request: Request) -> None:
         """Copy the routes by which the tokens of a request were sampled, before it is computed again."""

@@ -24,8 +24,8 @@ class SampledPart(NamedTuple):
     """Requests that one forward sampled for."""
 
     requests: Sequence[Request]
-    rows: Sequence[int]
-    """Each one's row of the logits."""
+    rows: range | list[int]
+    """Each one's row of the logits; a range if these are the first ones, since a list takes longer."""
     logits: Tensor
     begin: int
     """Column of the first row's token and logprob among the sampled ones."""
@@ -37,7 +37,8 @@ class SampledPart(NamedTuple):
     def output(self, sampled: Tensor, masks: Masks | None) -> StepOutput:
         """Return the tokens in `sampled`; torch samples for requests that truncate or change the distribution."""
         requests = self.requests
-        columns = sampled.numpy()[:, [self.begin + row for row in self.rows]]
+        columns = sampled.numpy()[:, self.begin :]
+        columns = columns[:, : len(self.rows)] if isinstance(self.rows, range) else columns[:, self.rows]
         tokens, logprobs = columns[0].astype(np.int64).tolist(), columns[1].tolist()
         if self.drafted:
             kept = [*right_rows(self.drafted, tokens)]

@@ -133,6 +133,8 @@ class StepRows:
         self.draft_rows: dict[Request, range] = {}
         """Of each request with a draft in the step."""
         self._row: dict[Request, int] = {}
+        self._seeded: list[Request] = []
+        """Those that have a seed."""
         self._sampled_rows = 0
         """Rows of requests and drafts in the step."""
         self._wanted: Sequence[Request] = []
@@ -198,6 +200,7 @@ class StepRows:
                 self._row[request] = len(self.requests)
                 self._written[len(self.requests)] = NOT_WRITTEN
                 self.requests.append(request)
+        self._seeded = [request for request in requests if request.params.seed is not None]
 
     def _write_tables(self) -> None:
         """Stage the block tables that have changed."""
@@ -218,8 +221,8 @@ class StepRows:
     ) -> None:
         """Stage all inputs of a step other than the block tables of requests."""
         requests, arrays = self.requests, self._arrays
-        lengths = [len(request.tokens) for request in requests]
-        last = [request.tokens[-1] for request in requests]
+        tokens_of = [request.tokens for request in requests]
+        lengths, last = [*map(len, tokens_of)], [each[-1] for each in tokens_of]
         arrays["is_masked"][len(requests) : rows] = False
         self.draft_rows.clear()
         if drafts:
@@ -232,11 +235,10 @@ class StepRows:
                 sources[row] = source
         sources[ids != PENDING] = UNUSED
         uniforms = self._random.random(count)
-        for row, request in enumerate(requests):
-            if request.params.seed is not None:
-                uniforms[row] = request.uniform()
-                for ahead, draft_row in enumerate(self.draft_rows.get(request, ()), 1):
-                    uniforms[draft_row] = request.uniform(ahead)
+        for request in self._seeded:
+            uniforms[self._row[request]] = request.uniform()
+            for ahead, draft_row in enumerate(self.draft_rows.get(request, ()), 1):
+                uniforms[draft_row] = request.uniform(ahead)
         keys = np.zeros(rows, dtype=np.int64)  # of decode tokens
         keys[:count] = ends
         unstored: list[int] = []

@@ -173,10 +173,11 @@ class CudaRunner:
         """Return the rows that are sampled: of prefills only those that are complete, of drafts all."""
         requests = list(self._rows.requests)
         incomplete = {prefill.request for prefill in prefills if prefill.end < len(prefill.request.tokens)}
+        if not (incomplete or drafts):
+            return SampledPart(requests, range(len(requests)), logits, 0, self._model)
         rows = [row for row, request in enumerate(requests) if request not in incomplete]
         if not drafts:
-            sampling = [requests[row] for row in rows] if incomplete else requests
-            return SampledPart(sampling, rows, logits, 0, self._model)
+            return SampledPart([requests[row] for row in rows], rows, logits, 0, self._model)
         sampling, rows, drafted = [], [], []
         for row, request in enumerate(requests):
             draft, draft_rows = drafts.get(request, ()), self._rows.draft_rows.get(request, ())
