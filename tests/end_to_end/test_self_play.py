@@ -112,5 +112,10 @@ def test_one_that_asks_itself_learns_to_answer(tmp_path: Path, monkeypatch: pyte
     run = tmp_path / "run"
     code, output = headrace("rl", REPOSITORY / "examples/proposer-solver/rl.toml", "--output_dir", run, timeout=3000)
     assert code == 0, output
-    summary = json.loads(headrace("summary", run, "--json")[1])
-    assert summary["reward_end"] >= 1.4 * summary["reward_start"]
+    # Not by evaluation: its 120 answers to other sums have a standard error of .03, and improve by .03 to .1.
+    [trained] = (
+        environment
+        for environment in json.loads(headrace("summary", run, "--json")[1])["environments"]
+        if environment["name"] == "proposer-solver"
+    )
+    assert trained["reward_end"] >= 2 * trained["reward_start"]
